@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exits with status 2 if there is no command of that name, else with the command's own status.
 
     Args:
-        arguments: The command and its arguments; None for those of this process.
+        arguments: The command and its arguments; None for ``sys.argv[1:]``.
     """
     listed = "\n".join(f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items())
     parser = argparse.ArgumentParser(

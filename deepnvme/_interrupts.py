@@ -30,8 +30,8 @@ def defer_interrupts() -> Iterator[list[int]]:
     handlers, and inside another such ``with`` body, this has no effect.
 
     Yields:
-        The signals that came so far. A body that does wait ends its wait when there is one. Always empty where there is no
-        effect.
+        The signals that came so far; always empty where ``defer_interrupts`` has no effect. A body that waits nevertheless should
+        stop waiting once there is one.
     """
     global _deferring
     if _deferring is not None or threading.get_ident() != threading.main_thread().ident:
@@ -62,7 +62,7 @@ class _DeferredInterrupts:
         self._handlers: dict[int, Callable[..., Any]] = {}
 
     def hold(self, number: int, handler: Callable[..., Any]) -> None:
-        """Delay a signal's Python handler."""
+        """Replace ``handler``, the signal's Python handler, by one that only notes the signal, until :meth:`end`."""
         self._handlers[number] = handler
         _signal.signal(number, self._note)
 

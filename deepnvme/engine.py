@@ -111,9 +111,9 @@ class File(Protocol):
         ``with`` block closes the file too, but raises nothing if another exception is leaving the block.
 
         Raises:
-            OSError: Naming the file, if the system reports only on closing that it could not write, as network file systems
-                do. If transfers are still in progress, the future of the last one to end raises this error, unless that is a
-                read. If the file is dropped without closing it, the error is lost.
+            OSError: Naming the file, if the system reports a failed write only when the file is closed, as network file systems
+                do. If transfers are still in progress, the future of the last one to end raises this error instead; if that one
+                is a read, no future does. If the file is dropped without closing it, the error is lost.
         """
 
     def __enter__(self) -> File: ...
@@ -250,13 +250,16 @@ class Engine:
         If very many requests on paths are pending, blocks until some of them have closed their files.
 
         Args:
-            tensor: Contiguous, on the CPU or a CUDA device, any dtype. Not to be touched until the future is done. Until then
-                the engine keeps the tensor's storage, also if the tensor is dropped or is given another storage
-                (``tensor.data = ...``, ``set_``, ``torch.utils.swap_tensors``). The storage must not be resized meanwhile:
-                torch then frees the memory, and the transfer goes on with memory that may have a new owner. Only memory from
-                :meth:`empty_pinned` cannot be resized. Any address works; memory from :meth:`empty_pinned` is read in place,
-                without a copy. A CUDA tensor is written to only after the work that this thread has queued on the device's
-                current stream; when the future is done, the copy to the device is complete.
+            tensor: Contiguous, on the CPU or a CUDA device, any dtype, at any address. Memory from :meth:`empty_pinned` is read
+                in place, without a copy. The tensor must not be touched until the future is done.
+
+                Until then the engine keeps the tensor's storage alive, also if the tensor is dropped or is given another storage
+                (``tensor.data = ...``, ``set_``, ``torch.utils.swap_tensors``). The storage must not be resized: torch would
+                free the memory, and the transfer would continue in memory that may have a new owner. Memory from
+                :meth:`empty_pinned` cannot be resized.
+
+                A CUDA tensor is written to only after the work that this thread has queued on the device's current stream. When
+                the future is done, the copy to the device is complete.
             source: Path, or a file opened with :meth:`open`.
             offset: Bytes from the start of the file. Any value, aligned or not.
 
@@ -264,7 +267,7 @@ class Engine:
             A future. Its result is the number of bytes read.
 
         Raises:
-            TypeError: If ``tensor`` is no dense tensor.
+            TypeError: If ``tensor`` is not a dense tensor.
             ValueError: If the tensor is not contiguous or on another device, the offset is negative, the range ends past the
                 end of the file, or the engine or the file is closed. For a range past the end of the file, and only then, the
                 error has an attribute ``file_size``: the size of the file in bytes.
@@ -323,7 +326,7 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: As for :meth:`read`, and ValueError if the lengths differ.
             OSError: If a file cannot be opened. If this error, or one about a tensor, occurs after other reads have been
-                submitted, those reads are cancelled and waited for before it is raised.
+                submitted, those reads are first cancelled and waited for.
         """
         return self._native.read_many(tensors, source, offsets)
 
@@ -360,9 +363,9 @@ class Engine:
             OSError has an attribute ``indices``: the positions in ``ids.flatten()`` of the records that could not be read.
 
         Raises:
-            TypeError: If ``ids`` is no tensor of integers.
-            ValueError: If the shapes do not match, or a number is negative or of a record past the end of the file; nothing
-                is read then.
+            TypeError: If ``ids`` is not a tensor of integers.
+            ValueError: If the shapes do not match, a number is negative, or a record ends past the end of the file. Nothing is
+                read then.
             TypeError, ValueError, RuntimeError, OSError: As for :meth:`read`.
         """
         return self._native.gather(source, ids, out, record_size=record_size, base=base)
@@ -396,8 +399,8 @@ class Engine:
     ) -> File:
         """Open a file once, for many transfers.
 
-        A file that this call creates is removed when it is closed, if its first write found too little space and nothing was
-        written to it.
+        If this call creates the file, and its first write finds too little space, the file is removed when it is closed, unless
+        something else was written to it.
 
         Args:
             path: The file.
@@ -434,7 +437,7 @@ class Engine:
         Raises:
             MemoryError: If the system has too little memory. If it only refuses to lock the memory (mlock), there is a
                 RuntimeWarning, and the tensor works all the same.
-            TypeError: If ``dtype`` is no dtype.
+            TypeError: If ``dtype`` is not a torch dtype.
             ValueError: If a size is negative, or the machine has no such node.
         """
         import torch

@@ -20,7 +20,7 @@ class Backend(NamedTuple):
 
 
 class AsyncIOBuilder(OpBuilder):
-    """Builds the async_io op: ``aio_handle``, the engine, and what the package has compiled besides."""
+    """Builds the async_io op: ``aio_handle``, the engine, and the package's other compiled functions."""
 
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
@@ -50,7 +50,7 @@ class AsyncIOBuilder(OpBuilder):
         return [*args, "-ffp-contract=off"]
 
     def extra_ldflags(self) -> list[str]:
-        """Linker flags. DeepSpeed's op links libaio; this one makes its five system calls itself, and those of io_uring."""
+        """Linker flags. libaio is not linked, unlike in DeepSpeed's op: this op makes its five system calls itself."""
         return ["-pthread", "-ldl"]  # which glibc has in itself since 2.34
 
     def backends(self) -> list[Backend]:

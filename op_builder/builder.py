@@ -71,8 +71,10 @@ class OpBuilder(ABC):
         return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be compiled here, and would work. Never raises; if not, ``error_log`` says why, and ``verbose``
-        prints it."""
+        """Return whether the op can be compiled on this machine, and would work. Never raises.
+
+        If not, ``error_log`` says why, and ``verbose`` prints it.
+        """
         obstacles = [*self.obstacles(), *self.lacking()]
         self.error_log = "; ".join(obstacles) if obstacles else None
         if verbose:
@@ -81,9 +83,9 @@ class OpBuilder(ABC):
         return not obstacles
 
     def obstacles(self) -> list[str]:
-        """Why the op cannot be compiled here, each reason with what to do about it; empty if it can. Never raises.
+        """Return the reasons why the op cannot be compiled on this machine, each with a remedy; none if it can. Never raises.
 
-        ninja is not asked for: only ``jit_load`` needs it, and says so.
+        A missing ninja is not a reason: only ``jit_load`` needs it, and reports it.
         """
         if sys.platform != "linux":
             return [f"needs Linux, this is {platform.system()}"]
@@ -97,12 +99,14 @@ class OpBuilder(ABC):
         return []
 
     def lacking(self) -> list[str]:
-        """What the op would need here to be of use, once compiled, each with what to do about it. Never raises."""
+        """Return the requirements that the compiled op would lack on this machine, each with a remedy. Never raises."""
         return []
 
     def source_hash(self) -> str:
-        """Digest of the sources and of every header beside or below the include paths that belong to them.
-        The same for a checkout and for an installed copy."""
+        """Return a digest of the sources and of all headers in or below the package's include paths.
+
+        It is the same for a checkout and for an installed copy.
+        """
         root = _PACKAGE_ROOT
         paths = {self._path(source) for source in self.sources()}
         for place in self.include_paths():
@@ -116,7 +120,7 @@ class OpBuilder(ABC):
         return digest.hexdigest()[:32]
 
     def builder(self) -> Extension:
-        """A setuptools Extension that compiles the op ahead of time; to be used from the directory that holds ``csrc``."""
+        """Return a setuptools Extension that compiles the op ahead of time. Use it from the directory that holds ``csrc``."""
         from setuptools import Extension
 
         found = self._toolchain()
@@ -131,8 +135,11 @@ class OpBuilder(ABC):
         )
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The op's module: the one compiled ahead of time if it was made from the sources installed now, else compiled
-        (blocks; seconds) or taken from the cache. Raises RuntimeError saying what to do if neither is possible."""
+        """Return the op's module: the one compiled ahead of time, if it was made from the sources installed now.
+
+        Else return the module from the cache, or compile it, which blocks for seconds. Raises RuntimeError, saying what to do, if
+        neither is possible.
+        """
         name = self.absolute_name()
         loaded = OpBuilder._loaded_ops.get(name)
         if loaded is not None:  # which costs no lock, and so waits for nobody
@@ -145,9 +152,10 @@ class OpBuilder(ABC):
             return loaded
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As ``load``, but never the module compiled ahead of time. ``verbose`` prints the build.
+        """Return the op's module as ``load`` does, but never the one compiled ahead of time. ``verbose`` prints the build.
 
-        Where the op cannot be compiled (any more), the newest build in the cache of the sources installed now is taken."""
+        If the op cannot be compiled (any more), the newest build of the installed sources in the cache is used.
+        """
         with OpBuilder._load_lock:
             started = time.monotonic()
             module = jit.load(self._recipe(), verbose) if self.is_compatible(verbose) else self._load_earlier_build()
@@ -157,7 +165,7 @@ class OpBuilder(ABC):
             return module
 
     def is_prebuilt(self) -> Attempt:
-        """Whether ``pip install`` compiled the op from the sources that are installed now. Imports nothing of it."""
+        """Return whether ``pip install`` compiled the op from the sources that are installed now. Does not import the op."""
         library = jit.prebuilt(self.absolute_name())
         if library is None:
             return Attempt(False, "it was not compiled ahead of time")
@@ -169,21 +177,23 @@ class OpBuilder(ABC):
         return Attempt(True) if matches else Attempt(False, f"{str(library)!r} was compiled from other sources")
 
     def existing_build(self) -> Path | None:
-        """The compiled module that ``load`` would take, from the installation or else the cache; None if it would compile
-        one or fail. Imports nothing of it. Never raises."""
+        """Return the compiled module that ``load`` would use, from the installation or the cache. Does not import it.
+
+        None if ``load`` would compile one or fail. Never raises.
+        """
         try:
             return jit.prebuilt(self.absolute_name()) if self.is_prebuilt() else self.cached_build()
         except OSError:
             return None
 
     def cached_build(self) -> Path | None:
-        """The module in the cache that ``jit_load`` would take; None if it would compile one or fail. Raises OSError."""
+        """Return the module in the cache that ``jit_load`` would use; None if it would compile one or fail. Raises OSError."""
         return jit.newest(self.absolute_name(), self.source_hash()) if self.obstacles() else jit.cached(self._recipe())
 
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
     ) -> bool:
-        """Whether a program that calls ``funcname`` links with ``libraries``. Never raises; ``verbose`` prints why not."""
+        """Return whether a program that calls ``funcname`` links with ``libraries``. Never raises; ``verbose`` prints why not."""
         found = toolchain.find()
         if isinstance(found, Toolchain):
             program = f'extern "C" void {funcname}(void);\nint main() {{ {funcname}(); }}\n'
@@ -195,7 +205,7 @@ class OpBuilder(ABC):
         return attempt.ok
 
     def command_exists(self, cmd: str) -> bool:
-        """Whether ``cmd`` (or one of ``a|b``) can be run; prints a warning if not."""
+        """Return whether ``cmd``, or one command of ``a|b``, can be run. Prints a warning if not."""
         names = [name.strip() for name in cmd.split("|")]
         if any(shutil.which(name) for name in names):
             return True
@@ -238,7 +248,7 @@ class OpBuilder(ABC):
             raise RuntimeError(f"{failure}; and the build in the cache does not load: {error}") from error
 
     def _recipe(self) -> jit.Recipe:
-        """Return all that the build depends on. Raises RuntimeError if there is no compiler."""
+        """Return everything that the build depends on. Raises RuntimeError if there is no compiler."""
         found = self._toolchain()
         includes: list[str] = []
         for place in self.include_paths():  # -isystem: warnings about pybind11's headers are of no use to anyone here
@@ -278,7 +288,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _version_header(include_path: str) -> str:
-    """Digest of the header that holds pybind11's version, empty elsewhere: an upgrade leaves its path as it was."""
+    """Return a digest of the header with pybind11's version, whose path an upgrade does not change; empty for other paths."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(Path(include_path, "pybind11", "detail", "common.h").read_bytes()).hexdigest()
     return ""

@@ -1,9 +1,9 @@
 """Where compiled ops are kept, and the lock under which they are made.
 
-A compiled op is code that runs with the user's rights, so it is loaded only from where nobody else can have put it: every
-directory on the way belongs to the user or to root, and neither its group nor others can write to it. (In a sticky directory,
-such as /tmp, others can make entries, but not replace those of the user or of root.) The way is followed from the root directory
-downwards, link by link, so nobody else can change what has been looked at, and the path can be used afterwards.
+A compiled op runs with the user's rights. So it is loaded only from a path that no other user can have changed: every directory
+on the path belongs to the user or to root, and neither its group nor others can write to it. (In a sticky directory, such as
+/tmp, others can make entries, but not replace those of the user or of root.) The path is followed from the root directory
+downwards, link by link, so no other user can change a part that was checked, and the path can be used afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _told: set[str] = set()
 
 
 class Unusable(PermissionError):
-    """Others could have put something there, or nothing there can be executed. ``strerror`` says why, of ``filename``."""
+    """Other users could have written to ``filename``, or files in it cannot be executed. ``strerror`` says which."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EACCES, why, str(path))
@@ -37,8 +37,11 @@ class Unusable(PermissionError):
 
 
 def root() -> Path:
-    """``$TORCH_EXTENSIONS_DIR/deepnvme`` if that variable is set, else ``deepnvme`` in the user's cache directory
-    (``$XDG_CACHE_HOME`` or ``~/.cache``). It need not exist yet, and may be unusable: see :func:`directory`."""
+    """Return the cache's root: ``$TORCH_EXTENSIONS_DIR/deepnvme``, else ``deepnvme`` in the user's cache directory.
+
+    The user's cache directory is ``$XDG_CACHE_HOME`` or ``~/.cache``. The root need not exist yet, and may be unusable: see
+    :func:`directory`.
+    """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute() / "deepnvme"
@@ -47,12 +50,13 @@ def root() -> Path:
 
 
 def directory(name: str, make: bool = False) -> Path:
-    """The cache's directory ``name``, without symbolic links in its path. Only the user and root can change it and what is above
-    it, and what is in it can be executed. It need not exist, unless ``make`` is true.
+    """Return the path of the cache's directory ``name``, without symbolic links. It need not exist, unless ``make`` is true.
 
-    It lies in :func:`root` or, where that is unusable, in the first usable one of the user's cache directory and directories of
-    the user's own (mode 0700) in /var/tmp and the directory for temporary files. A warning then says so, once. Unusable is also a
-    home directory that does not exist or is read-only, but a ``TORCH_EXTENSIONS_DIR`` that cannot be written to is an error.
+    Only the user and root can change the directory and those above it, and files in it can be executed.
+
+    It is in :func:`root`. If that is unusable, it is in the first usable one of the user's cache directory and the user's private
+    directories (mode 0700) in /var/tmp and the directory for temporary files, and a warning says so, once. A home directory that
+    does not exist or is read-only is unusable, too. A ``TORCH_EXTENSIONS_DIR`` that cannot be written to is an error.
 
     Raises:
         Unusable: If none of them is usable.
@@ -93,7 +97,7 @@ def directory(name: str, make: bool = False) -> Path:
 
 
 def read(file: Path) -> bytes:
-    """The content of a file in a directory of the cache. Raises Unusable where another user could have written it."""
+    """Return the content of a file in a directory of the cache. Raises Unusable if another user could have written it."""
     found, missing = _follow(file.parent)
     if missing:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
@@ -113,7 +117,7 @@ def read(file: Path) -> bytes:
 
 
 def build_timeout() -> float:
-    """Seconds to wait for another process's build: DEEPNVME_BUILD_TIMEOUT, or 600."""
+    """Return the seconds to wait for another process's build: DEEPNVME_BUILD_TIMEOUT, or 600."""
     text = os.environ.get("DEEPNVME_BUILD_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -211,8 +215,8 @@ def _usable(path: Path, make: bool, mode: int = 0o755) -> Path:
     """Return a path without links, its directory made with ``mode`` if ``make``.
 
     Raises:
-        Unusable: If it is noexec, or others could change it.
-        OSError: If it, or something in it, cannot be made where that is still to be done.
+        Unusable: If the directory is noexec, or other users could change it.
+        OSError: If the directory, or an entry in it, cannot be made.
     """
     found, missing = _follow(path)
     if os.statvfs(found).f_flag & os.ST_NOEXEC:
@@ -231,7 +235,7 @@ def _usable(path: Path, make: bool, mode: int = 0o755) -> Path:
 
 
 def _owners() -> tuple[int, ...]:
-    """Return the users who may own a directory on the way: root, this user, and the owner of the root directory."""
+    """Return the users who may own a directory on the path: root, this user, and the owner of the root directory."""
     # The owner of the root directory controls this process anyway. In a user namespace without root that is "nobody".
     return 0, os.geteuid(), os.lstat("/").st_uid
 
@@ -279,13 +283,13 @@ def _follow(path: Path) -> tuple[Path, list[str]]:
 
 
 def _check_owner(path: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
-    """Raise Unusable if the owner is none of ``owners``."""
+    """Raise Unusable if the owner is not one of ``owners``."""
     if status.st_uid not in owners:
         raise Unusable(path, f"belongs to another user ({status.st_uid})")
 
 
 def _check_mode_of_parent(path: Path, status: os.stat_result) -> None:
-    """Raise Unusable if others may rename or remove what is in the directory."""
+    """Raise Unusable if others may rename or remove entries of the directory."""
     if not status.st_mode & stat.S_ISVTX:
         _check_mode(path, status)
 

@@ -25,8 +25,10 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 @dataclass(frozen=True)
 class Found:
-    """Something looked for on this machine: where it is and its version (each None if unknown), and what is wrong with
-    it, with the way to mend it (empty if nothing is)."""
+    """A part of the CUDA software on this machine: its path and version (None if unknown), and what is wrong with it.
+
+    The latter includes a remedy, and is empty if nothing is wrong.
+    """
 
     path: str | None = None
     version: str | None = None
@@ -35,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch that an import would take; the versions are None where it was built without."""
+    """The torch that an import would load. A version is None if torch was built without that software."""
 
     path: str
     version: str
@@ -57,16 +59,16 @@ class GdsProbe:
     """Whether there is an NVIDIA GPU, with its driver or without."""
 
     def lacking(self) -> list[str]:
-        """Why the gds op would be of no use; empty if it would. Without a GPU that is the only reason: nothing is advised."""
+        """Return the reasons why the gds op would not work; none if it would. Without a GPU, that is the only reason."""
         reasons = [reason for reason in (self.without_cuda(), self.cufile_library.problem) if reason]
         return reasons if self.gpu else reasons[:1] and [self.without_gpu()]
 
     def without_gpu(self) -> str:
-        """That there is no GPU; empty if there is one."""
+        """Return the message that there is no GPU; empty if there is one."""
         return "" if self.gpu else "this machine has no NVIDIA GPU, which only gds needs"
 
     def without_cuda(self) -> str:
-        """That torch cannot use CUDA, and how to get one that can; empty if it can."""
+        """Return the message that torch cannot use CUDA, and how to get a torch that can; empty if it can."""
         if self.torch_cuda or not self.gpu:
             return "" if self.torch_cuda else self.without_gpu()
         remedy = "pip install --force-reinstall torch, from an index with CUDA builds"
@@ -94,7 +96,7 @@ def _has_gpu() -> bool:
 
 
 def installed_torch() -> Torch | None:
-    """The installed torch, read from its ``version.py`` because importing it takes seconds; None if there is none."""
+    """Return the installed torch, or None. It is read from torch's ``version.py``, because importing torch takes seconds."""
     try:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -166,7 +168,7 @@ def _cufile_library(toolkit: Found) -> Found:
 
 
 def _cufile_homes(toolkit: Found) -> Iterator[Path]:
-    """Directories with ``include`` and ``lib``: the toolkit's, then those that NVIDIA's wheels unpack."""
+    """Return directories with ``include`` and ``lib``: the toolkit's, then those of NVIDIA's wheels."""
     if toolkit.path:
         yield Path(toolkit.path)
         yield from sorted(Path(toolkit.path, "targets").glob("*"))
@@ -180,7 +182,7 @@ def _cufile_homes(toolkit: Found) -> Iterator[Path]:
 
 
 def _wheel_version(file: Path) -> str | None:
-    """The version of the ``nvidia-cufile`` wheel that ``file`` came with, if it came with one."""
+    """Return the version of the ``nvidia-cufile`` wheel that ``file`` came with, if it came with one."""
     site = next((parent.parent for parent in file.parents if parent.name == "nvidia"), None)
     infos = sorted(site.glob("nvidia_cufile*-*.dist-info")) if site else []
     return infos[0].name.removesuffix(".dist-info").rpartition("-")[2] if infos else None

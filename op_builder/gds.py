@@ -11,7 +11,7 @@ from .async_io import AsyncIOBuilder
 
 _CUFILE = "libcufile.so.0"
 _BOUND_BY_ASYNC_IO = ("checkpoint", "engine", "memory", "quantization", "tables")
-"""What this op has not: each a file of bindings."""
+"""Parts of async_io, a file of bindings each, that this op lacks."""
 
 
 class GDSBuilder(AsyncIOBuilder):
@@ -30,25 +30,28 @@ class GDSBuilder(AsyncIOBuilder):
         return self._sources("core", "engine", "gds", "bindings", without=async_io_only)
 
     def lacking(self) -> list[str]:
-        """Why the op would be of no use here (torch without CUDA, no cuFile), each with what to do about it. Never raises."""
+        """Return the reasons why the op would not work here (torch without CUDA, no cuFile), with remedies. Never raises."""
         return self.probe().lacking()
 
     def probe(self) -> cuda.GdsProbe:
-        """The CUDA toolkit, cuFile and their versions, as found here. Never raises."""
+        """Return the CUDA toolkit, cuFile and their versions on this machine. Never raises."""
         return cuda.probe()
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """As :meth:`OpBuilder.load`, sharing async_io's pinned memory. Raises RuntimeError also for what :meth:`lacking` has."""
+        """Load the op as :meth:`OpBuilder.load` does, and share async_io's pinned memory with it.
+
+        Also raises RuntimeError if :meth:`lacking` has a reason.
+        """
         self._require()
         return self._connected(super().load(verbose))
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As :meth:`OpBuilder.jit_load`; for the rest as :meth:`load`."""
+        """Load the op as :meth:`OpBuilder.jit_load` does. Otherwise like :meth:`load`."""
         self._require()
         return self._connected(super().jit_load(verbose))
 
     def _require(self) -> None:
-        """Raise RuntimeError if the op would be of no use here."""
+        """Raise RuntimeError if the op would not work on this machine."""
         # Also where the op was compiled: it could do nothing, and would say so only later.
         lacking = self.lacking()
         if lacking:

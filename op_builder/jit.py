@@ -2,8 +2,8 @@
 
 ``<cache>/<op>/<key>/`` holds one build: the extension module and ``build.json``, which records how it was made and its
 digest. The key covers everything that could make two builds differ. A directory under that name is complete: it was
-made under another name and renamed. Whatever else is there is what a killed build left; the next builder removes it,
-which is safe because building happens under the lock. That nobody else has put a library there is for ``cache`` to see to.
+made under another name and renamed. Anything else there was left by a killed build; the next builder removes it, which is safe
+because building happens under the lock. ``cache`` makes sure that no other user has put a library there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STEP = re.compile(r"^\[(\d+)/(\d+)\]")  # of ninja's status, with NINJA_STATUS 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what a build produces."""
+    """Everything that determines the result of a build."""
 
     name: str  # absolute name of the module
     sources: tuple[Path, ...]
@@ -71,9 +71,9 @@ class Recipe:
 
 
 def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
-    """The module that ``recipe`` makes: from the cache, or compiled now (blocks; seconds) and then cached.
+    """Return the module of a recipe, from the cache. If it is missing there, compile it first; this blocks for seconds.
 
-    A line on stderr says that it is compiled, or that another process's build is waited for, unless DEEPNVME_PROGRESS=off.
+    Unless DEEPNVME_PROGRESS=off, a line on stderr says that it is compiled, or that another process's build is waited for.
 
     Raises RuntimeError, saying what to do, if ninja is missing, the cache cannot be used, the compiler fails or the
     result does not load; TimeoutError if another process holds the build lock for longer than DEEPNVME_BUILD_TIMEOUT.
@@ -104,15 +104,17 @@ def load(recipe: Recipe, verbose: bool = False) -> ModuleType:
 
 
 def cached(recipe: Recipe) -> Path | None:
-    """The module in the cache that ``load`` would take; None if it would compile one. Raises OSError if no cache can be used."""
+    """Return the module in the cache that ``load`` would use; None if it would compile one. Raises OSError without a cache."""
     library = cache.directory(recipe.extension) / recipe.key() / (recipe.extension + _SUFFIX)
     return library if _is_intact(library) else None
 
 
 def newest(name: str, source_hash: str) -> Path | None:
-    """The newest module ``name`` in the cache that was made of these sources for this Python, by whatever compiler; for
-    where there is none, so that a build's key cannot be known. Never one made for a single machine's processor. Raises OSError
-    if no cache can be used."""
+    """Return the newest module ``name`` in the cache that was made from these sources for this Python, by any compiler.
+
+    Used if there is no compiler, since a build's key is then unknown. Modules made for a single machine's processor are left out.
+    Raises OSError if no cache can be used.
+    """
     extension = name.rpartition(".")[2]
     found = []
     for library in cache.directory(extension).glob(f"*/{extension}{_SUFFIX}"):
@@ -124,7 +126,7 @@ def newest(name: str, source_hash: str) -> Path | None:
 
 
 def record(library: Path) -> dict[str, Any]:
-    """What ``build.json`` says of a module in the cache; empty if there is none that can be read. Never raises."""
+    """Return the content of ``build.json`` beside a module in the cache; empty if it cannot be read. Never raises."""
     try:
         found = json.loads(cache.read(library.with_name("build.json")))
     except (OSError, ValueError):
@@ -133,7 +135,7 @@ def record(library: Path) -> dict[str, Any]:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return whether a module in the cache has the content that its record tells."""
+    """Return whether the content of a module in the cache matches its record."""
     # Loading a truncated library would kill the process (SIGBUS) rather than raise.
     try:
         return hashlib.sha256(cache.read(library)).hexdigest() == record(library).get("sha256")
@@ -142,8 +144,10 @@ def _is_intact(library: Path) -> bool:
 
 
 def prebuilt(name: str) -> Path | None:
-    """The file of the module that an installation compiled ahead of time under ``name``, or None. Does not import it,
-    but does import its parent package."""
+    """Return the file of the module ``name`` that an installation has compiled ahead of time, or None.
+
+    Does not import the module, but imports its parent package.
+    """
     parent = name.rpartition(".")[0]
     try:
         # Not importlib.util.find_spec, which answers with the module of that name that was loaded from the cache.
@@ -155,7 +159,7 @@ def prebuilt(name: str) -> Path | None:
 
 
 def ninja() -> str | None:
-    """The path of ninja: of the Python package of that name, or on PATH."""
+    """Return the path of ninja: that of the Python package of this name, or the one on PATH."""
     try:
         package = importlib.import_module("ninja")
         found = shutil.which("ninja", path=package.BIN_DIR)
@@ -165,8 +169,10 @@ def ninja() -> str | None:
 
 
 def _load_published(recipe: Recipe, result: Path, report: bool = True) -> ModuleType | None:
-    """The module in ``result``, or None: without a warning if it is absent, with one if it is damaged, does not load, or could be
-    another user's."""
+    """Return the module in ``result``, or None if it cannot be used.
+
+    Warns if the module is damaged, does not load, or could be another user's; not if it is absent.
+    """
     library = result / (recipe.extension + _SUFFIX)
     try:
         recorded = json.loads(cache.read(result / "build.json"))
@@ -190,7 +196,7 @@ def _load_published(recipe: Recipe, result: Path, report: bool = True) -> Module
 
 
 def import_extension(name: str, library: Path) -> ModuleType:
-    """The extension module ``library``, imported as ``name``; raises ImportError."""
+    """Import the extension module in the file ``library`` as ``name``, and return it. Raises ImportError."""
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     if spec is None:
@@ -245,7 +251,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
 
 
 def _run(command: list[str], directory: Path, report: Callable[[int, int], None] | None) -> tuple[int, str]:
-    """Run ninja, reporting each step that it has finished; return its exit status and all that it printed."""
+    """Run ninja, and report each step that it has finished. Return its exit status and its output."""
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     printed = []
     with subprocess.Popen(
@@ -264,7 +270,7 @@ def _run(command: list[str], directory: Path, report: Callable[[int, int], None]
 
 
 def _expected(recipe: Recipe) -> str:
-    """Return about how long the build will take, for a message; empty if that is no time worth naming."""
+    """Return about how long the build will take, for a message; empty if that is not worth mentioning."""
     nbytes = sum(source.stat().st_size for source in recipe.sources)
     directories = len({source.parent for source in recipe.sources})
     seconds = nbytes * _SECONDS_PER_BYTE / min(_jobs(), max(directories, 1))
@@ -289,9 +295,11 @@ def _jobs() -> int:
 
 
 def write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
-    """One file for each directory of ``sources``, which includes those: they share the headers that most of the time goes
-    into. For async_io 22 s of processor time instead of 54 s. Names local to a file must therefore differ within a
-    directory."""
+    """Write one file for each directory of ``sources``, which includes that directory's sources. Return these files.
+
+    Most time is spent on headers, which are then compiled once for each directory: for async_io 22 s of processor time instead of
+    54 s. So names local to a file must differ within a directory.
+    """
     directories = dict.fromkeys(source.parent for source in sources)
     units = []
     for index, directory in enumerate(directories):

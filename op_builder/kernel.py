@@ -20,7 +20,7 @@ _IO_SETUP = {"x86_64": (206, 207), "aarch64": (0, 1), "riscv64": (0, 1), "loonga
 
 
 def io_uring() -> Attempt:
-    """Set up a ring of two entries, enter it, ask what it can do, and drop it. Never raises."""
+    """Try io_uring: set up a ring of two entries, enter it, query its operations, and drop it. Never raises."""
     parameters = (ctypes.c_uint32 * 30)()  # struct io_uring_params, all zero
     result = _syscall("io_uring_setup", _IO_URING_SETUP, ctypes.c_uint(2), parameters)
     if isinstance(result, Attempt):
@@ -42,7 +42,7 @@ def io_uring() -> Attempt:
 
 
 def linux_aio() -> Attempt:
-    """Set up a context of one event, and destroy it. Never raises."""
+    """Try Linux AIO: set up a context of one event, and destroy it. Never raises."""
     if sys.platform == "linux" and platform.machine() not in _IO_SETUP:
         return Attempt(False, f"io_setup was not tried: its number on {platform.machine()} is not known here")
     setup, destroy = _IO_SETUP.get(platform.machine(), (0, 0))

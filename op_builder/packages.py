@@ -16,7 +16,7 @@ class PackageManager:
     root: bool = True  # whether only root may install
 
     def install_command(self, package: str) -> str:
-        """What to type to install ``package`` (a key of ``names``)."""
+        """Return the command that installs ``package``, a key of ``names``."""
         command = f"{self.install} {self.names[package]}"
         return as_root(command) if self.root else command
 
@@ -41,19 +41,19 @@ _MANAGERS = (  # a command that gives the manager away, the manager
 
 
 def manager() -> PackageManager | None:
-    """The package manager to recommend here: conda in an active conda environment, else the distribution's."""
+    """Return the package manager to recommend: conda in an active conda environment, else the distribution's."""
     if os.environ.get("CONDA_PREFIX") and shutil.which("conda"):
         return PackageManager("conda install -c conda-forge", _CONDA, root=False)
     return next((manager for command, manager in _MANAGERS if shutil.which(command)), None)
 
 
 def remedy(package: str) -> str:
-    """How to get ``package`` ("compiler", "python"): a command, or what to look for."""
+    """Return how to install ``package`` ("compiler", "python"): a command, or what to look for."""
     found = manager()
     return found.install_command(package) if found else _WITHOUT_MANAGER[package]
 
 
 def as_root(command: str) -> str:
-    """``command`` as it is to be typed by this user, if only root may run it."""
+    """Return the text that this user types for a ``command`` that only root may run."""
     geteuid = getattr(os, "geteuid", None)
     return f"sudo {command}" if geteuid is not None and geteuid() != 0 else command

@@ -1,7 +1,7 @@
 """The C++20 compiler: which one is used, and whether it compiles and links small programs.
 
-Asking is cheap enough for every load: what succeeded is remembered in the build cache for as long as the compiler and the
-environment stay as they were. Failures are asked again, so a compiler installed in the meantime is noticed.
+The checks are cheap enough for every load: successes are recorded in the build cache, and hold while compiler and environment
+stay the same. Failed checks are repeated, so a compiler installed in the meantime is noticed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ int main() { std::span<int> nothing; return static_cast<int>(nothing.size()); }
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of trying something: true if it worked, otherwise ``reason`` says why it did not."""
+    """The outcome of a trial: true if it succeeded, otherwise ``reason`` says why it failed."""
 
     ok: bool
     reason: str = ""
@@ -79,7 +79,7 @@ class Toolchain:
             return Attempt(False, f"the probe could not be written: {error}")
 
     def compiles_cxx20(self) -> Attempt:
-        """Whether C++20 compiles and links; tried unless the cache remembers that it did."""
+        """Return whether C++20 compiles and links. Tries it unless a success is recorded in the cache."""
         key = hashlib.sha256(repr((self.identity, _CXX20_PROGRAM)).encode()).hexdigest()[:32]
         if _is_remembered(key):
             return Attempt(True)
@@ -93,13 +93,15 @@ _found: dict[tuple[str | None, ...], Toolchain] = {}
 
 
 def forget() -> None:
-    """Look for everything again, as another process would."""
+    """Clear all cached findings of this process, so that everything is looked for again."""
     _found.clear()
 
 
 def find() -> Toolchain | Attempt:
-    """The compiler named by CXX, or else the first of c++, g++ and clang++ that accepts C++20; otherwise a failed
-    Attempt that says what was tried. Never raises."""
+    """Return the compiler named by CXX, or else the first of c++, g++ and clang++ that accepts C++20. Never raises.
+
+    If there is none, returns a failed Attempt that says what was tried.
+    """
     environment = tuple(os.environ.get(name) for name in (*_ENVIRONMENT, "PATH"))
     if environment in _found:
         return _found[environment]
@@ -153,7 +155,7 @@ def _examine(command: list[str], compile_flags: list[str], link_flags: list[str]
 
 
 def _output(command: list[str]) -> str | Attempt:
-    """All that ``command`` prints, or a failed Attempt."""
+    """Return the output of ``command``, or a failed Attempt."""
     environment = {**os.environ, "LC_ALL": "C"}  # the output is searched for English words
     try:
         done = subprocess.run(

@@ -23,7 +23,7 @@ class UtilsBuilder(OpBuilder):
         return []
 
     def obstacles(self) -> list[str]:
-        """Why the op cannot be had here: always empty, since nothing is compiled."""
+        """Return no obstacles, since nothing is compiled."""
         return []
 
     def load(self, verbose: bool = False) -> ModuleType:
@@ -31,5 +31,5 @@ class UtilsBuilder(OpBuilder):
         return importlib.import_module(self.absolute_name())
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As :meth:`load`: there is nothing to compile."""
+        """Import the op's module, like :meth:`load`: there is nothing to compile."""
         return self.load(verbose)

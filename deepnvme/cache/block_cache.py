@@ -279,7 +279,7 @@ class BlockCache(Monitor):
         """
 
         def step() -> Wait | None:
-            """Cancel what is not started, and return the end of any transfer."""
+            """Cancel everything that is not started, and return a function that waits for any transfer."""
             self._set_expected(())
             self._to_write.clear()
             return self._ending_of_any(self._transfers)
@@ -291,7 +291,7 @@ class BlockCache(Monitor):
 
         Args:
             blocks: The blocks.
-            used: Whether dirty blocks in use are written as well. Nobody may change them meanwhile.
+            used: Whether dirty blocks in use are written as well. Their users must not change them meanwhile.
 
         Raises:
             OSError: From writing. Blocks that were not written stay dirty in memory, and the call can be repeated.
@@ -314,9 +314,9 @@ class BlockCache(Monitor):
                     self._drop(block)
 
     def clear(self) -> None:
-        """End all uses, wait for all transfers, and drop all blocks, also those not written. The cache can be used again.
+        """End all uses, wait for all transfers, and drop all blocks, even unwritten ones. The cache can be used again.
 
-        Errors of writes are forgotten. An interrupt of the wait leaves only blocks in transfer.
+        Errors of writes are forgotten. If the wait is interrupted, only blocks in transfer are left.
         """
         self._drop_all()
         self.drain()
@@ -355,13 +355,13 @@ class BlockCache(Monitor):
             self._wanted, self._grown = (), None
 
     def _awaited(self) -> Wait | None:
-        """Return a wait for a write that frees memory, or else for any transfer; None if no read or write is left to start."""
+        """Return a function that waits for a write that frees memory, or for any transfer; None if nothing is left to start."""
         if not (self._agenda or self._to_write):
             return None
         return self._memory_to_come() or self._ending_of_any(self._transfers)
 
     def _blocked_by_other_transfers(self) -> bool:
-        """Return whether more could be read ahead if a transfer ended that nobody waits for."""
+        """Return whether more blocks could be read ahead once a transfer that no caller waits for has ended."""
         if not self._agenda:
             return False
         unwanted = (block for block in self._transfers if block not in self._wanted and block not in self._expected)
@@ -422,7 +422,7 @@ class BlockCache(Monitor):
             self._agenda.popleft()
 
     def _write_for_room(self, distance: int, limit: int) -> None:
-        """Start queued writes until they will free enough memory for the expected blocks still to be read at this distance."""
+        """Start as many queued writes as must end before the next expected use, at ``distance``, has memory for its blocks."""
         missing = (use.block for use in self._agenda if self._distance(use.block) == distance)
         lacking = sum(block.nbytes for block in missing if block.state is State.ABSENT and block.stored)
         coming = sum(block.nbytes for block in self._transfers if self._frees_memory(block))
@@ -489,8 +489,8 @@ class BlockCache(Monitor):
     def _allocate(self, block: Block, begin: Callable[[Block, Memory], None]) -> Wait | None:
         """Allocate memory for a block that a caller waits for, call ``begin(block, memory)``, and return None.
 
-        If no memory is free, return a wait after which to try again. Raises OSError if a write that had to free memory has
-        failed.
+        If no memory is free, return a function that waits until memory may be free. Raises OSError if a write that had to free
+        memory has failed.
         """
         grown_for, memory = self._grown or (None, None)
         if grown_for is not block:
@@ -515,7 +515,7 @@ class BlockCache(Monitor):
         return None
 
     def _grow(self, block: Block) -> None:
-        """Get memory beyond the limit for a block that is needed now. May wait for others who use the same memory."""
+        """Get memory beyond the limit for a block that is needed now. May wait for other users of the same memory."""
         self._grown = block, self.memory.grow(block, [other.memory for other, counts in self._held.items() if counts])
 
     def _taken(self, block: Block, limit: int = sys.maxsize) -> Memory | None:
@@ -534,7 +534,7 @@ class BlockCache(Monitor):
         return None
 
     def _memory_to_come(self) -> Wait | None:
-        """Return a wait for a write that will free memory; None if there is no such write."""
+        """Return a function that waits for a write that will free memory; None if there is no such write."""
         return self._ending_of_any(block for block in self._transfers if self._frees_memory(block))
 
     def _frees_memory(self, block: Block) -> bool:
@@ -544,7 +544,7 @@ class BlockCache(Monitor):
     def _drop_furthest(self, beyond: int | None = None) -> bool:
         """Drop the idle clean block whose next use is furthest away, if that is further than ``beyond``.
 
-        Return whether a block was dropped. Residents are not.
+        Never drops residents. Returns whether a block was dropped.
         """
         last, furthest = None, -1 if beyond is None else beyond
         for block in self._held:

@@ -23,14 +23,14 @@ class OwnMemory:
 
 
 class PooledMemory:
-    """Leases of a pool, up to a limit that is exceeded only if the blocks in use at a time need more.
+    """Leases memory for blocks from a pool, up to a limit. Only the blocks in use at one time may exceed the limit.
 
     Args:
         pool: The pool to lease from; it may have other users.
         limit: Most bytes of all leases together.
-        shortage: Called with the bytes leased and a block, if the pool has no room for the block. Returns the beginning of
-            the error message.
-        separate_residents: Whether the leases of residents do not count against the limit.
+        shortage: Returns the beginning of the OutOfBuffers message if the pool has no room for a block. Called with the bytes
+            leased so far and the block.
+        separate_residents: If True, leases of resident blocks do not count against the limit.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ Wait = Callable[[float | None], object]
 class Monitor(ABC):
     """Base class whose state changes only with the lock held and signals deferred, and never during a wait for a transfer.
 
-    A method that has to wait is written as a step: it returns what to wait for, and :meth:`_until` does the waiting and
-    repeats the step. So Ctrl-C never leaves a change half made: it takes effect during a wait, or after a change.
+    A method that has to wait is written as a step function: it returns a :data:`Wait`, and :meth:`_until` calls that and repeats
+    the step. So Ctrl-C never leaves a change half made: it takes effect during a wait, or after a change.
 
     Args:
         helper: Name of a thread that continues the work while no caller waits. It runs only while there is something to wait
@@ -50,23 +50,26 @@ class Monitor(ABC):
 
     @abstractmethod
     def _apply_ended(self) -> None:
-        """Move blocks whose transfers :meth:`_collect_ended` found ended to their next state. Runs at the start of each step."""
+        """Set the next state of each block whose transfer has ended, according to the last :meth:`_collect_ended`.
+
+        Called before each call of a step function.
+        """
 
     @abstractmethod
     def _start_transfers(self) -> None:
-        """Start the transfers that can be started now. Runs at the end of each step."""
+        """Start the transfers that can be started now. Called after each call of a step function."""
 
     @abstractmethod
     def _awaited(self) -> Wait | None:
-        """Return a wait after which more transfers can be started; None if no transfer is left to be started."""
+        """Return a function that waits until more transfers can be started; None if no transfer is left to be started."""
 
     @abstractmethod
     def _blocked_by_other_transfers(self) -> bool:
-        """Return whether more transfers could be started if a transfer ended that no caller waits for."""
+        """Return whether the end of a transfer that no caller waits for would allow more transfers to be started."""
 
     @abstractmethod
     def _is_write(self, wait: Wait) -> bool:
-        """Return whether a wait that a step has returned is for a write."""
+        """Return whether ``wait``, which a step function has returned, waits for a write rather than a read."""
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -76,7 +79,7 @@ class Monitor(ABC):
             self._start_transfers()
 
     def _until(self, step: Callable[[], Wait | None], first: Callable[[], None] | None = None, timed: bool = False) -> None:
-        """Call ``first`` once, then repeat ``step`` until it returns None. In between, do the waits that it returns.
+        """Call ``first`` once, then repeat ``step`` until it returns None, each time after the wait that ``step`` has returned.
 
         Raises the exceptions of ``first`` and ``step``. With ``timed``, adds the seconds waited to ``seconds_waited``, and
         for writes also to ``seconds_waited_to_write``.

@@ -47,8 +47,8 @@ class SaveFuture:
     """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
     An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt or
-    safetensors file, which then does not run. If there is no such save, the error
-    is logged at exit, which writes it to stderr. Thread-safe. In a forked child every method raises RuntimeError.
+    safetensors file, which then does not run. If there is no such save, the error is logged at exit, by default to stderr.
+    Thread-safe. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self, destination: Destination, snapshot: Snapshot, engine: Engine) -> None:
@@ -127,7 +127,7 @@ class _Saves:
 
     def __init__(self) -> None:
         self.staging = threading.RLock()
-        """Held while a save is queued and copied: memory that a later save takes is freed only after the earlier is written."""
+        """Held while a save is queued and copied, so that saves lease memory in the order in which they are written."""
         self._lock = threading.Lock()
         self._under_way: deque[SaveFuture] = deque()
         self._unseen: deque[SaveFuture] = deque()
@@ -135,7 +135,7 @@ class _Saves:
         """The saving thread; None while the queue is empty. Interpreter exit waits for it: it is not a daemon thread."""
 
     def add(self, save: SaveFuture) -> bool:
-        """Queue a save, starting the thread if needed. Return False if as many saves as may be are queued or running."""
+        """Queue a save, starting the thread if needed. Return False, without queueing it, if the queue is full."""
         with self._lock:
             if len(self._under_way) >= _IN_FLIGHT:
                 return False
@@ -303,7 +303,7 @@ def async_save(
         path: Path of the file. A relative path is resolved now.
         fsync: As for :func:`save`.
         checksum: As for :func:`save`. The background thread computes the checksums of tensors on the CPU. With True,
-            those of tensors on devices are computed before this returns.
+            the checksums of tensors on devices are computed before this returns.
         pool: Pool of the pinned memory. None is the process's pool.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -314,7 +314,7 @@ def async_save(
         Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that
             was not reported yet.
         OutOfBuffers: If the pool's budget is too small, or is held by this thread, or stays in use for 30 seconds.
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
     """
     destination = Destination(Path(path).absolute(), fsync, config=config)
     make = partial(pt_image, obj, 2, checksum)

@@ -43,7 +43,7 @@ Version = tuple[int, ...]
 
 
 def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
-    """Return this process's engine for a file or directory, created on first use. A forked child gets engines of its own.
+    """Return this process's engine for a file or directory, created on first use. A forked child gets its own engines.
 
     Files that get the same settings share an engine. The 16 engines used last are kept; any other ends when its last user
     has released it. Looking up the drive takes 0.1 ms, so callers with many files in one directory call this once for the
@@ -54,7 +54,7 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
         OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
         RuntimeError: If the op cannot be built.
     """
@@ -300,7 +300,7 @@ def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
     """Call ``load`` until the file was not replaced during the call, and return its result.
 
     Args:
-        path: The file that ``load`` reads. Its OSErrors that name no file are made to name this one.
+        path: The file that ``load`` reads. It becomes the ``filename`` of OSErrors from ``load`` that have none.
         load: Reads the file. Called again after a replacement, also if it raised.
 
     Raises:

@@ -50,18 +50,18 @@ def load(
     """Load a file that ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
 
     The arguments of ``torch.load`` have the same names, order and defaults, so ``torch.load = deepnvme.load`` works. A path
-    that ends in .safetensors is loaded as by :func:`deepnvme.safetensors.load_file`. Left to ``torch.load`` are file objects,
-    files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, other pickle modules than
-    Python's, and loads to the meta device. A file that cannot be unpickled is given to ``torch.load`` too, which raises its own
-    error.
+    that ends in .safetensors is loaded as by :func:`deepnvme.safetensors.load_file`. Some loads are left to ``torch.load``: file
+    objects, files of the formats before torch 1.6, archives with deflated records or in big-endian byte order, other pickle
+    modules than Python's, and loads to the meta device. A file that cannot be unpickled is passed to ``torch.load`` too, which
+    raises its own error.
 
     Storages are read by direct I/O: on the CPU into memory of their own, on a CUDA device through pinned buffers. For any other
     device each storage is read into CPU memory and copied from there, one at a time. Files are mapped only with ``mmap=True``,
     which is left to ``torch.load``: if a mapped file is truncated, or the drive fails to read it, the process ends (SIGBUS).
 
     Memory beyond the object: 16 MiB leased from the process's pool. If a class defined outside torch, or a function given as
-    ``map_location``, may look at tensors while the object is being made, all of them are first read into CPU memory. Those for
-    a CUDA device are copied from there, and take as much CPU memory besides.
+    ``map_location``, may look at tensors while the object is being made, all tensors are first read into CPU memory. Tensors for
+    a CUDA device are then copied to it, and so also take their size in CPU memory.
 
     Args:
         f: Path, or a file object.
@@ -73,21 +73,21 @@ def load(
         keys: If the file holds a mapping, load only these entries, and read only their bytes. All bytes are read if unpickling
             may look at tensors (sparse tensors, classes defined outside torch, pickle protocol 4), and from files left to
             ``torch.load``.
-        checksum: Verify the CRC-32 of each tensor that has one. Refused for what is left to ``torch.load``.
+        checksum: Verify the CRC-32 of each tensor that has one. Refused for files left to ``torch.load``.
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes read, bytes to read).
-            No effect for what is left to ``torch.load``.
+            No effect for files left to ``torch.load``.
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
-            No effect for what is left to ``torch.load``.
+            No effect for files left to ``torch.load``.
         **pickle_load_args: As for ``torch.load``.
 
     Raises:
-        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if it is no
-            checkpoint, or a TorchScript archive.
+        CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if the file is not a
+            checkpoint, or is a TorchScript archive.
         KeyError: If the file does not have one of ``keys``.
-        TypeError: If ``keys`` is given and the file holds no mapping; or if ``config`` is something else than an AioConfig.
-        UnpicklingError: If the file holds what ``weights_only`` does not allow.
-        ValueError: If ``checksum`` is given for what is left to ``torch.load``, or ``keys`` for a file object; or if ``mmap`` or
+        TypeError: If ``keys`` is given and the file does not hold a mapping; or if ``config`` is not an AioConfig.
+        UnpicklingError: If the file holds an object that ``weights_only`` does not allow.
+        ValueError: If ``checksum`` is given for a file left to ``torch.load``, or ``keys`` for a file object; or if ``mmap`` or
             ``checksum`` is True for a safetensors file, which is not mapped and has no checksums.
         RuntimeError: If torch refuses the arguments.
         OSError: If the file cannot be opened or read.
@@ -235,7 +235,7 @@ def _load_storages(
 
     @functools.cache
     def device_of(location: str) -> torch.device | None:
-        """Return the device that storages from this location are read to; None if torch has to make them of others."""
+        """Return the device that storages from this location are read to; None if torch makes them from CPU storages."""
         empty = empty_storage(0)
         moved = restored(empty, location)
         return moved.device if moved is empty or moved.device.type == "cuda" else None
@@ -299,7 +299,7 @@ def _offsets_of(
 
 
 def _chosen(whole: Any, keys: Iterable[Any]) -> Any:
-    """Return the entries ``keys`` of ``whole``. Raises TypeError if that is no mapping, KeyError if it lacks one of them."""
+    """Return the entries ``keys`` of ``whole``. Raises TypeError if ``whole`` is not a mapping, KeyError if a key is missing."""
     if not isinstance(whole, Mapping):
         raise TypeError(f"keys choose entries of a mapping, and the file holds a {type(whole).__name__}: load it whole")
     missing = [key for key in keys if key not in whole]

@@ -68,7 +68,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: If the step is negative.
-            TypeError: If the step is no integer.
+            TypeError: If the step is not an integer.
         """
         try:
             step = operator.index(step)
@@ -124,7 +124,7 @@ class CheckpointManager:
             The future of the save if ``asynchronous``, otherwise None.
 
         Raises:
-            TypeError: If ``step`` is no integer.
+            TypeError: If ``step`` is not an integer.
             ValueError: If ``group`` is given with ``asynchronous``.
             OSError: From saving. If a surplus checkpoint cannot be removed, the message says that the new one is saved.
             Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.

@@ -6,8 +6,8 @@ Invariants:
    on stable storage.
 2. A temporary file ends in ``.deepnvme-tmp`` and is locked by ``flock`` while its process lives. A file of such a
    name that is not locked is a leftover of a dead process, and any process may remove it.
-3. A process first locks a temporary file, and then checks that the name still refers to the file that it has open:
-   another process may have removed the file as a leftover in between.
+3. A process that has locked a temporary file then checks that the name still refers to the locked file: another process may
+   have removed the file as a leftover before it was locked.
 4. A file that is recycled loses its old name, durably with ``fsync``, before a byte of it is overwritten. It is
    overwritten only if no other descriptor, mapping or name refers to it.
 """
@@ -62,7 +62,7 @@ class Destination:
 
     The returned file is renamed to the temporary name. It is removed instead, and a new file made, if it has another
     name, if any process has it open or mapped, if that cannot be determined, or if it may not be written to. It is left
-    alone if it is no regular file or may not be renamed.
+    alone if it is not a regular file or may not be renamed.
     """
     end: Callable[[], object] = lambda: None
     """Called after publication. If it raises, the message has to say that the file is saved."""
@@ -216,7 +216,7 @@ class Publication:
 
 
 def name_the_final_file(error: OSError, temporary: str, path: str) -> None:
-    """Make an error that names the temporary file name the final path.
+    """If an error's ``filename`` is the temporary file, set it to the final path.
 
     The temporary file is gone by then, and its name would tell the user nothing.
     """
@@ -257,7 +257,7 @@ def _start(path: Path) -> io.FileIO:
 
 
 def _recycled(path: Path, recycle: Path, durably: bool) -> io.FileIO | None:
-    """Rename ``recycle`` to a temporary name for ``path`` and return it locked; None if a new file has to be created."""
+    """Rename ``recycle`` to a temporary name for ``path``, lock the file and return it; None if a new file must be created."""
     temporary = _temporary_name(path)
     try:
         if not stat.S_ISREG(os.lstat(recycle).st_mode):

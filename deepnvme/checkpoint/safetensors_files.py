@@ -92,7 +92,7 @@ def load_file(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
-        The tensors by name, each in memory of its own.
+        The tensors by name, each in its own memory.
 
     Raises:
         CorruptCheckpoint: If a file is damaged. Names the tensor with the bytes expected and found.
@@ -189,8 +189,7 @@ def load_model(
         config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
-        (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks.
-            A name
+        (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks. A name
         that is tied to a name in the file is in neither.
 
     Raises:

@@ -54,11 +54,11 @@ def save(
     the byte order record. ``fsync``, ``progress`` and ``config`` then have no effect.
 
     With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the
-    rank's shard. The ranks write one ordinary file together, each its shards, and the first what is no DTensor. The file has
-    the whole tensor for a DTensor, and CUDA devices are numbered in the order in which they occur in the object. The ranks
-    compare the structure of their objects, the sizes and the values that are not tensors, but not the bytes of tensors. If one
-    rank fails, all raise: the failed rank its own error, the others RuntimeError naming it. See docs/checkpoints-ranks.md for
-    file systems shared by several machines.
+    rank's shard. The ranks write one ordinary file together: each rank its shards, and the first rank also everything that is
+    not a DTensor. The file has the whole tensor for a DTensor, and CUDA devices are numbered in the order in which they occur in
+    the object. The ranks compare the structure of their objects, the sizes and the values that are not tensors, but not the
+    bytes of tensors. If one rank fails, all raise: the failed rank its own error, the others RuntimeError naming it. See
+    docs/checkpoints-ranks.md for file systems shared by several machines.
 
     Memory beyond the object: 16 MiB leased from the process's pool.
 
@@ -71,10 +71,10 @@ def save(
         _disable_byteorder_record: As for ``torch.save``, which is called if this is True.
         fsync: Flush the file to stable storage before it gets its name. Without this, a power cut can leave less than a
             whole file.
-        checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 in its
-            place. None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices and with
-            ``group``. True: all tensors; those on devices, and all with ``group``, are computed first. False: 0 for all.
-            After ``torch.serialization.set_crc32_options(False)``, None means 0 for all, and for the pickle too, as in
+        checksum: Whether the file has the CRC-32 of each tensor, for :func:`verify`, ``unzip -t`` and others, or 0 instead.
+            None: CRC-32 of tensors on the CPU, computed during writing; 0 for tensors on devices, and for all with ``group``.
+            True: CRC-32 of all tensors, computed before writing for tensors on devices, and for all with ``group``. False: 0
+            for all. After ``torch.serialization.set_crc32_options(False)``, None means 0 for all tensors and the pickle, as in
             torch.save.
         progress: None shows a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
             shows one from the beginning, False shows none; a function is called with (bytes written, bytes of the file).
@@ -89,7 +89,7 @@ def save(
         ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with
             DTensors; or if ``checksum`` or ``group`` is given where ``torch.save`` is called.
         RuntimeError: If another rank failed.
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
     """
     ours = _use_new_zipfile_serialization and not _disable_byteorder_record and pickle_module is pickle
     if not (ours and isinstance(f, (str, bytes, os.PathLike))):
@@ -112,7 +112,7 @@ def save_to(
 
     Args:
         destination: Where the file is published.
-        make: Returns the image. Its argument is None, or, if a group saves together, what makes every rank pickle alike.
+        make: Returns the image. Its argument is None or, with a group, the state by which all ranks write the same pickle.
         progress: As for :func:`save`. Of the ranks of a group only the first shows a progress bar.
         group: Process group whose ranks write the file together.
     """

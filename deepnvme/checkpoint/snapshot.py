@@ -52,14 +52,14 @@ class Snapshot:
         self._cancelled = False
 
     def ensure_memory(self) -> None:
-        """Raise OutOfBuffers if the memory for the first chunk can never be leased, or this thread holds it.
+        """Raise OutOfBuffers if the memory for the first chunk can never be leased, or this thread has leased it.
 
-        If this thread held it, the writing thread would wait for this thread, and this thread possibly for the writing thread.
+        In the latter case the writing thread would wait for this thread, and this thread possibly for the writing thread.
         """
         self._pool.ensure_possible(self._size(0))
 
     def stage(self) -> None:
-        """Copy the image, waiting for the pool's memory where it has too little. Blocks. Then the image is not used any more.
+        """Copy the image, waiting for memory of the pool where it has too little. Blocks. The image is not used afterwards.
 
         Raises:
             OutOfBuffers: If the pool has no memory for a chunk in time.

@@ -74,11 +74,11 @@ def verify(path: str | os.PathLike[str], *, config: AioConfig | None = None) -> 
 
     Returns:
         The report. A damaged file is not an error: the report lists what is wrong. That includes files of torch before 1.6,
-        files whose records another program has compressed, and any that are no checkpoint.
+        files whose records another program has compressed, and files that are not checkpoints.
 
     Raises:
         OSError: If the file cannot be read, or is a FIFO or a device. Names the file.
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
     """
     name = os.fspath(path)
     try:
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments.
 
     Args:
-        arguments: Command line without the program's name. None is that of the process.
+        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
     """
     description = "Check the structure of checkpoints, and their contents as far as they have checksums; say what was checked."
     statuses = "Exit status: 0 if nothing is wrong as far as it was checked; 1 if something is, or a file cannot be read."

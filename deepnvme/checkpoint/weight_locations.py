@@ -32,7 +32,7 @@ may have a file of its own.
 
 
 _PART_BYTES = 16 << 20
-"""Bytes read at a time of a weight that fills less than half of its span in the file, such as columns of a matrix."""
+"""Bytes that are read at a time, for a weight that fills less than half of its span in the file, such as columns of a matrix."""
 
 
 class Pending(Protocol):
@@ -219,11 +219,11 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
             index.json of several such files; or of a directory with one of these.
 
     Returns:
-        The location of each weight in its file. A tensor instead, for a weight without elements or of a kind that
+        The location of each weight in its file; but a tensor for a weight without elements, or of a kind that
         :class:`WeightStore` refuses.
 
     Raises:
-        CorruptCheckpoint: If a file is no checkpoint, is cut off, or lacks a tensor that the index lists.
+        CorruptCheckpoint: If a file is not a checkpoint, is cut off, or lacks a tensor that the index lists.
         FileNotFoundError: If there is no checkpoint in the directory, or one of its shards is missing.
         ValueError: If the directory has several checkpoints, or the file's format would require loading it as a whole.
         UnpicklingError: If a pickle holds anything but tensors.
@@ -323,7 +323,7 @@ def _in_safetensors(path: str) -> dict[str, Location]:
 def _in_archive(path: str) -> dict[str, torch.Tensor | Location]:
     """Return where the weights of a file written by torch.save lie.
 
-    No tensor is read: they are unpickled over addresses without memory, which give the offsets in the file.
+    No tensor is read: tensors are unpickled with addresses but without memory, and the addresses give the offsets in the file.
     """
     found = pt_records.records_of(path)
     stream = pt_records.check_pickle(path, found)

@@ -23,8 +23,8 @@ class AioConfig(BaseModel):
     """Settings of an ``aio_handle``, with the names and defaults of DeepSpeed's ``aio`` block.
 
     Follows DeepSpeed 0.19, ``runtime/swap_tensor/constants.py``. ``thread_count`` and ``num_threads`` are also accepted for
-    ``intra_op_parallelism``: DeepSpeed's older versions and its tutorial use them. An unknown key is an error, since a misspelt
-    key would otherwise silently leave its default in force.
+    ``intra_op_parallelism``: DeepSpeed's older versions and its tutorial use them. An unknown key is an error: otherwise a
+    misspelt key would silently leave the default unchanged.
 
     Raises:
         pydantic.ValidationError: A ValueError that names the key and the offending value.

@@ -155,7 +155,7 @@ def _kind_of(mount: Mount | None, disks: tuple[Path, ...]) -> Kind:
 
 
 def _is_rotational(disk: Path) -> bool:
-    """Return whether a disk reports to be rotational, and is none of a hypervisor, which say so whatever the host has."""
+    """Return whether a disk reports that it is rotational. False for a hypervisor's disks, which may all report that."""
     said = " ".join("".join(lines_of(disk / "device" / name)) for name in ("vendor", "model"))
     virtual = disk.name.startswith(("vd", "xvd")) or any(vendor in said for vendor in _VIRTUAL_VENDORS)
     return not virtual and "".join(lines_of(disk / "queue/rotational")).strip() == "1"

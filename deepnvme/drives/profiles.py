@@ -34,7 +34,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 class _ProfileFile(BaseModel):
-    """The part of a profile's file that is read. The rest says for people which drive it is of."""
+    """The part of a profile's file that is read. The rest of the file tells people which drive the profile is of."""
 
     settings: AioConfig
 
@@ -137,7 +137,7 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
         config: Settings that are used instead of profiles and defaults.
 
     Raises:
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
         ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist.
     """
@@ -180,7 +180,7 @@ def engine_for(
             limit besides the settings.
 
     Raises:
-        TypeError: If ``config`` is something else than an AioConfig.
+        TypeError: If ``config`` is not an AioConfig.
         ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the
             backend that ``config`` names.

@@ -1,8 +1,8 @@
 """A lock that gives a directory one owner at a time.
 
 The kernel releases the lock when the process that holds it dies, and the lock file names that process. Within a
-process, each lock is held for one of the user's objects. Before a lock is refused because of an object of the same
-process, garbage is collected, which may free the object. If the object is still there, is of the same class as the
+process, each lock belongs to one of the user's objects. Before a lock is refused because of an object of the same
+process, garbage is collected, which may free that object. If the object still exists, is of the same class as the
 new owner, and its class allows it (``OffloadedOptimizer``), it is closed for the new owner. Any other object keeps
 the directory, and the error names it.
 
@@ -54,7 +54,7 @@ Called with the new owner and the directory. Raises RuntimeError or OSError if t
 
 @dataclass(frozen=True, eq=False)
 class DirectoryOwner:
-    """The object of this process that a directory is locked for. Errors name it."""
+    """Describes the object of this process that holds a directory's lock. Errors name the object."""
 
     kind: str
     """Name of the object's class, as the user knows it."""
@@ -85,9 +85,9 @@ class DirectoryOwner:
 class DirectoryLock:
     """The lock of a directory, held from construction to :meth:`release`. The directory is created if it is missing.
 
-    A child that is forked while the lock is held does not share it.
+    A child process that is forked while the lock is held does not hold it.
 
-    If an object of this process has the lock, garbage is collected first. If that does not free the lock, the object is
+    If another object of this process holds the lock, garbage is collected first. If that does not free the lock, the object is
     closed, provided that it is of the new owner's kind and allows that.
 
     Args:
@@ -152,7 +152,7 @@ class DirectoryLock:
                 os.pwrite(descriptor, named.encode(errors="surrogateescape"), 0)
 
     def _close_holder(self, file: io.FileIO) -> None:
-        """Close the object of this process that the file is locked for. Raises StoreLocked if that is not possible."""
+        """Close the object of this process that holds the file's lock. Raises StoreLocked if that is not possible."""
         holder = next(iter(owners_of(file)), None)
         if holder is not None and holder is self._asked:
             raise locked_error(self.directory, holder) from None
@@ -215,7 +215,7 @@ class DirectoryLock:
 
 
 def _closer_for(holder: DirectoryOwner | None, owner: DirectoryOwner, directory: Path) -> CloseForSuccessor:
-    """Return the function that closes the object ``holder``, which has the directory, for the object ``owner``.
+    """Return the function that closes ``holder``, the object that has locked the directory, for the new ``owner``.
 
     Raises StoreLocked if ``holder`` may not be closed for ``owner``.
     """
@@ -229,8 +229,8 @@ def _closer_for(holder: DirectoryOwner | None, owner: DirectoryOwner, directory:
 def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: list[DirectoryLock]) -> None:
     """Lock directories for one object, and append each lock to ``locks`` as soon as it is held, in any order.
 
-    Directories that objects of this process have locked come last, and only if all of these objects can be closed. So no
-    object is closed for a new one that then fails to lock another directory.
+    Directories that other objects of this process have locked come last, and only if all of these objects can be closed. So
+    no object is closed for a new one that then fails to lock another directory.
 
     Raises:
         StoreLocked: If a directory has another owner.
@@ -252,7 +252,7 @@ def lock_directories(directories: Iterable[Path], owner: DirectoryOwner, locks: 
 
 
 _owners: weakref.WeakKeyDictionary[io.FileIO, DirectoryOwner | None] = weakref.WeakKeyDictionary()
-"""For whom this process has files locked; None for a file that is about to be. A forked child closes all of them."""
+"""Owners of the files that this process has locked; None for a file that is about to be locked. A forked child closes all."""
 
 
 def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, collect: bool = True) -> None:
@@ -263,8 +263,8 @@ def lock_for(owner: DirectoryOwner, file: io.FileIO, kind: int, path: Path, *, c
         file: The file, which keeps the lock until it is closed.
         kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
         path: Names the file in errors.
-        collect: Whether to collect garbage and try once more if an object of this process has the lock: that object may be
-            part of a reference cycle that is not used any more.
+        collect: Whether to collect garbage and try once more if another object of this process holds the lock: that object may
+            be part of an unused reference cycle.
 
     Raises:
         BlockingIOError: If the file is locked by another process or object.
@@ -301,7 +301,7 @@ def owners_of(file: io.FileIO | Path) -> list[DirectoryOwner]:
 
 
 def is_locked_here(directory: Path) -> bool:
-    """Return whether an object of this process has a directory locked."""
+    """Return whether an object of this process holds a directory's lock."""
     return bool(owners_of(directory / LOCK_NAME))
 
 
@@ -357,7 +357,7 @@ def locked_error(directory: Path, owner: DirectoryOwner | None = None) -> StoreL
 
     Args:
         directory: The directory.
-        owner: The object of this process that has the directory. None to read the owner from the lock file.
+        owner: The object of this process that holds the lock. None to read the owner from the lock file.
     """
     if owner is not None:
         holder = f"{owner}, in another thread ({owner.thread.name!r})" if owner.of_other_thread else str(owner)

@@ -1,11 +1,11 @@
-"""The identity by which the directories of one table or store on several drives know one another.
+"""The identity that all directories of one table or store on several drives have in common.
 
 1. The manifest in the first directory has the identity, 32 random hexadecimal digits. Each other directory has a membership
    with the same identity, and its number.
-2. A writer takes a new identity before its first change. So an original and its copy have different identities once one of
-   them was changed, and directories of both are refused together.
-3. While the identity is changed, memberships have the former one too: first all memberships get both, then the manifest gets
-   the new one, then memberships lose the former one.
+2. A writer chooses a new identity before its first change. So an original and its copy have different identities once one of
+   them was changed, and a mixture of their directories is refused.
+3. While the identity is changed, memberships have the former identity too: first all memberships get both, then the manifest
+   gets the new one, then the former one is removed from the memberships.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def checked_fields(kind: tuple[str, int], data: bytes) -> Any:
     """Return the fields of a manifest that :func:`with_checksum` has made, after checking its format, version and CRC-32.
 
     Args:
-        kind: The format and version that it has to have.
+        kind: The format and version that the manifest must have.
         data: The manifest.
 
     Raises:
-        ValueError: If it is damaged, or of another format or version.
-        RecursionError: If it is nested too deeply.
+        ValueError: If the manifest is damaged, or of another format or version.
+        RecursionError: If the JSON is nested too deeply.
     """
     head, _, body = data.partition(b"\n")
     facts = json_object(head)

@@ -39,7 +39,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a regular file that a user has named for reading. Never waits for a FIFO's writer.
+    """Open for reading a file whose path comes from the user. Accepts only regular files, and never waits for a FIFO's writer.
 
     Raises:
         OSError: From opening. EINVAL for a FIFO, a device or a socket; IsADirectoryError for a directory.
@@ -63,5 +63,5 @@ def lines_of(file: Path) -> list[str]:
 
 
 def open_without_waiting(path: str, flags: int) -> int:
-    """Open without waiting for a FIFO's writer, and without making a terminal the process's own."""
+    """Open without waiting for a FIFO's writer, and without making a terminal the process's controlling terminal."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -51,7 +51,8 @@ def replace_durably(path: Path, data: bytes) -> None:
     """Replace a file by one with these bytes, atomically and durably. Blocks.
 
     After a crash at any point the path refers to the old file or to the new one, and the file is whole. A crash can leave
-    ``path.new`` behind, which the next replacement removes. Callers hold a lock, since two replacements would share that file.
+    ``path.new`` behind, which the next replacement removes. Callers must hold a lock, since two replacements at a time would
+    write the same file.
 
     Raises:
         OSError: Naming ``path``. The old file is still there, unless the message says that it was replaced.

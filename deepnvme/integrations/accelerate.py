@@ -229,7 +229,7 @@ class _Hook:
 
     def _offload(self, model: nn.Module) -> Streaming:
         """Build or open the store, and start streaming the model from it."""
-        there = {name: weight for name, weight in (self.kept or {}).items() if not weight.is_meta}
+        in_memory = {name: weight for name, weight in (self.kept or {}).items() if not weight.is_meta}
         index, self.kept = self.index, None
         if hasattr(model, "_get_dtype_plan"):  # a model of transformers
             index = with_dtypes_kept(model, index)
@@ -237,16 +237,16 @@ class _Hook:
             tie()  # code that set weights one by one has separated tied ones
         weights = weights_by_name(model)
         ties = find_ties(weights)
-        known = {ties.get(name, name) for name in (*index, *there) if name in weights or name in there}
+        known = {ties.get(name, name) for name in (*index, *in_memory) if name in weights or name in in_memory}
         absent = [name for name in weights if ties.get(name, name) not in known]
         if absent:
             raise ValueError(f"weights are on the meta device, and '{self.folder}' does not have them: {shorten(absent)}")
         where = [Path(self.folder) / STORE]
-        origin = _origin(index, self.folder, there)
-        on_disk = {name: entry for name, entry in index.items() if name in weights and name not in there}
+        origin = _origin(index, self.folder, in_memory)
+        on_disk = {name: entry for name, entry in index.items() if name in weights and name not in in_memory}
 
         def build(_: Path) -> WeightStore:
-            source = {**weights_in_index(on_disk, self.folder), **there}
+            source = {**weights_in_index(on_disk, self.folder), **in_memory}
             return WeightStore.build(source, where, model=model, origin=json.dumps(origin), config=self.options.config)
 
         store = opened_or_built(where, origin, build, self.options.config)
@@ -275,8 +275,8 @@ class _Hook:
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """End streaming, and close the store. Returns the model. Blocks.
 
-        Weights are read back, and require grad if they did, if all of them were in memory before. Otherwise those of blocks are
-        gone: load the model again. If reading raises OSError, the model is still streamed and keeps this hook.
+        If all weights were in memory before, they are read back, and require grad if they did. Otherwise the blocks' weights are
+        lost: load the model again. If reading raises OSError, the model is still streamed and keeps this hook.
         """
         streaming = self._streaming or streaming_of(module)  # the latter if init_hook was interrupted
         if streaming is not None:
@@ -299,15 +299,15 @@ def _remove_hooks(model: nn.Module) -> None:
         remove_hook_from_module(module)
 
 
-def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _origin(index: Mapping[str, Any], folder: Any, in_memory: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return facts that identify the weights, to check whether an existing store was built from the same weights.
 
-    The facts are size and modification time of a checkpoint's files, and checksums of weights in memory. Files in the offload
-    folder are checksummed as well, because they are rewritten, with a new time, whenever a model is loaded.
+    The facts are size and modification time of a checkpoint's files, and checksums of the weights ``in_memory``. Files in the
+    offload folder are checksummed as well, because they are rewritten, with a new time, whenever a model is loaded.
     """
     facts: dict[str, Any] = {}
     for name, entry in index.items():
-        if name in there:
+        if name in in_memory:
             continue
         file = os.fspath(entry.get("safetensors_file") or os.path.join(folder, f"{name}.dat"))
         key = os.path.basename(file)
@@ -315,7 +315,7 @@ def _origin(index: Mapping[str, Any], folder: Any, there: Mapping[str, torch.Ten
             status = os.stat(file)
             own = Path(file).resolve().parent == Path(folder).resolve()
             facts[key] = [status.st_size, _crc32(file) if own else status.st_mtime_ns]
-    return facts | {name: crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in there.items()}
+    return facts | {name: crc32(memory_of(weight.detach().cpu().contiguous())) for name, weight in in_memory.items()}
 
 
 def _crc32(path: str) -> int:
@@ -356,7 +356,7 @@ _OURS: dict[str, Callable[..., nn.Module]] = {"disk_offload": disk_offload, "dis
 
 
 def _replace(functions: Mapping[str, Callable[..., Any]], others: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace each of the functions by the one of the same name in ``others``, in all imported modules that have it."""
+    """Replace each of the functions by the function of the same name in ``others``, in all imported modules that have it."""
     for path in ("accelerate", "accelerate.big_modeling", "transformers.integrations.accelerate"):
         module = sys.modules.get(path)
         for name, function in functions.items():

@@ -103,9 +103,9 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         After any exception the offloader is closed.
 
         Raises:
-            ValueError: For weights that are not contiguous, whose strides the store would not keep.
+            ValueError: For weights that are not contiguous, since the store would not keep their strides.
             FileExistsError: If there is a store in ``path`` and ``reuse`` is False.
-            OSError: From the drive.
+            OSError: If the drive cannot be read or written.
             Exception: Any other exception of :func:`deepnvme.streaming.stream`.
         """
         strided = [name for name, weight in self._layers.named_parameters() if not weight.is_contiguous()]

@@ -58,7 +58,7 @@ class _Stored(NamedTuple):
     sizes: list[int]
     """Bytes of each tensor."""
     storages: list[torch.UntypedStorage]
-    """The freed storages: kept, because a new one could get the address of a storage that is gone."""
+    """The freed storages. They are kept, because otherwise a new storage could get the same address."""
 
 
 class _Transfer(NamedTuple):
@@ -198,11 +198,11 @@ class DiskOffloader(_Transfers):
         self._run(True, [tensor])
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start writing several tensors, as :meth:`async_write` does one. They can only be read together, in the same order."""
+        """Start writing several tensors, like :meth:`async_write`. They can only be read together, in the same order."""
         self._start(False, tensors, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start reading tensors that were written together, in the same order, as :meth:`async_read` does one tensor."""
+        """Start reading tensors that were written together, in the same order, like :meth:`async_read`."""
         self._start(True, tensors, callback)
 
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -257,7 +257,7 @@ class DiskOffloader(_Transfers):
         self._finish(lambda transfer: transfer is started)
 
     def _end(self, reading: bool, storages: tuple[torch.UntypedStorage, ...], succeeded: bool) -> None:
-        """Free the memory after a write or a failed read; forget what was stored after a read or a failed write."""
+        """After a write or a failed read, free the memory. After a read or a failed write, forget the stored bytes."""
         if reading == succeeded:
             self._forget(storages)
         else:

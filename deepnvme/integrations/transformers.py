@@ -10,7 +10,7 @@ checkpointing saves while it recomputes layers in the backward stay in memory. S
 subclasses with a ``compute_loss`` or ``training_step`` of their own still call it. An evaluation, without gradients, saves
 nothing.
 
-``Trainer.log`` is replaced as well, and adds what was written and read to the logs of training steps. A callback would get the
+``Trainer.log`` is replaced as well, and adds the bytes written and read to the logs of training steps. A callback would get the
 logs too late.
 
 Two options would offload to CPU memory instead, since the innermost context for saved tensors counts. They are redirected to
@@ -60,7 +60,7 @@ class _Offload:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Have autograd save tensors on the drive in this context, in this thread."""
+        """Context in which autograd saves tensors on the drive, in this thread."""
         self.forwards += 1
         with self._context:
             _thread.depth += 1
@@ -71,7 +71,7 @@ class _Offload:
             self._saved = self._saved or self.report().saved_bytes > 0  # in the context, so that no other thread begins a step
 
     def report(self) -> ActivationReport:
-        """Return what the last forward and backward have saved, written and read. Creates no files on the drive."""
+        """Return the report of the last forward and backward: bytes saved, written and read. Creates no files on the drive."""
         return self._context.report()
 
     def logged(self) -> dict[str, float]:
@@ -180,7 +180,7 @@ def disable() -> None:
 
 
 def report() -> ActivationReport:
-    """Return what the last forward and backward of a trainer have saved, written and read so far.
+    """Return the report of a trainer's last forward and backward: bytes saved, written and read so far.
 
     Raises:
         RuntimeError: If :func:`enable` was not called.

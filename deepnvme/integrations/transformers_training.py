@@ -50,7 +50,7 @@ _OVERRIDDEN = {
 def offload_training(
     trainer: Any, nvme_path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
 ) -> OffloadedTraining:
-    """Make a trainer keep its model's layers, their gradients and the optimizer's states on a drive, from now on.
+    """Keep the layers of a trainer's model, their gradients and the optimizer's states on a drive from now on.
 
     Losses, weights, logs and checkpoints are bit for bit those of the same training in memory, with two exceptions:
     ``grad_norm`` is not logged if gradients are not clipped, and with gradient accumulation dropout draws other random numbers.
@@ -71,7 +71,7 @@ def offload_training(
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
         RuntimeError: If ``Trainer`` differs in this version of transformers, or the trainer is offloaded already.
         ValueError: If the trainer, or one of its options, does not support offloading. Nothing is changed then.
-        OSError: From the drive.
+        OSError: If the drive cannot be read or written.
     """
     _check_version()
     _check(trainer)

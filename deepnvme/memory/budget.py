@@ -32,7 +32,7 @@ def budget_bytes(value: MemoryBudget, name: str, available: Callable[[], int] = 
 
     Raises:
         TypeError: If ``value`` is neither a whole number nor a text.
-        ValueError: If ``value`` is negative, more than 100 %, or a text that is no budget.
+        ValueError: If ``value`` is negative, more than 100 %, or a text that is not a budget.
     """
     if not isinstance(value, str):
         return byte_count(value, name)

@@ -39,7 +39,7 @@ class PinnedChunk:
         self.caller = ""
         """Which module and thread leased the chunk, for errors."""
         self.last_view: LeaseViewRef | None = None
-        """Weak reference that returns None once no tensor over the lease is alive. None while the chunk is free."""
+        """Weak reference that becomes dead when no tensor over the lease is alive any more. None while the chunk is free."""
         self.returned = 0.0
         """When the chunk became free (``time.monotonic()``)."""
 
@@ -94,8 +94,7 @@ class ChunkList:
     def take_back(self, chunk: PinnedChunk) -> None:
         """Move a lent chunk to the free chunks, for reuse.
 
-        The chunk is dropped instead if its memory was never pinned, or if more bytes are pinned than the budget allows,
-        because the budget was lowered.
+        The chunk is dropped instead if its memory was never pinned, or if more bytes are pinned than a lowered budget allows.
         """
         kept = chunk.memory is not None and self.allocated <= self.budget
         self.lent.discard(chunk)

@@ -20,7 +20,7 @@ class GrowableLease:
         return 0 if self._lease is None else self._lease.nbytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` bytes with undefined contents. Tensors from earlier calls may not be used any more.
+        """Return ``nbytes`` bytes with undefined contents. Tensors from earlier calls must not be used any more.
 
         Blocks if a larger lease is needed and the pool has no room, as :meth:`BufferPool.lease` does.
         """
@@ -30,7 +30,7 @@ class GrowableLease:
         return self._lease.buffer[:nbytes]
 
     def release(self) -> None:
-        """Give the memory back to the pool. Tensors from :meth:`take` may not be used any more. Idempotent."""
+        """Return the memory to the pool. Tensors from :meth:`take` must not be used any more. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

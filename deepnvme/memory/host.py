@@ -108,7 +108,7 @@ def map_over(address: int, length: int, protection: int, flags: int, descriptor:
 
 
 def prefault(address: int, nbytes: int) -> None:
-    """Have the kernel allocate and clear the pages of new memory now, in this thread. Blocks, without holding the GIL.
+    """Allocate and clear the pages of new memory now, in this thread, by the kernel. Blocks, without holding the GIL.
 
     Pages that are already allocated stay as they are. Before Linux 5.14 this has no effect: pages are allocated when they are
     touched.

@@ -96,8 +96,7 @@ class BufferPool:
     def set_budget(self, nbytes: MemoryBudget) -> None:
         """Change the budget, and unpin free memory that exceeds it.
 
-        Leases stay valid if the budget falls below the bytes in use; nothing new is leased until enough memory was given
-        back.
+        Leases stay valid if the budget falls below the bytes in use; nothing new is leased until enough memory was released.
 
         Args:
             nbytes: Bytes, "8GB", "25%" or "auto": see :data:`MemoryBudget`. Memory that the pool has pinned already counts as
@@ -183,7 +182,7 @@ class BufferPool:
         return lease
 
     def try_lease(self, nbytes: ByteCount) -> Lease | None:
-        """Like :meth:`lease`, but return None instead of waiting, or of raising OutOfBuffers because of the budget.
+        """Like :meth:`lease`, but return None if the budget has no room, instead of waiting or raising OutOfBuffers.
 
         Blocks only while new memory is pinned, if no free memory fits.
         """
@@ -249,7 +248,7 @@ class BufferPool:
         return pinned(nbytes)
 
     def _collect_ended(self) -> None:
-        """Poll the transfers that leases are released after. Not under the lock: a transfer's methods may run any code."""
+        """Poll the transfers that pending releases wait for. Called without the lock: a transfer's methods may run any code."""
         ended = [(chunk, after) for chunk, after in self._awaited.copy().items() if _has_ended(chunk, after)]
         with defer_interrupts(), self._lock:
             for chunk, after in ended:

@@ -78,7 +78,7 @@ def check_storable(name: str, tensor: object) -> None:
         tensor: The value to check.
 
     Raises:
-        TypeError: If it is no tensor, or is sparse, quantized, on the meta device, or a subclass that wraps other tensors.
+        TypeError: If it is not a tensor, or is sparse, quantised, on the meta device, or a subclass that wraps other tensors.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"'{name}' must be a tensor, got {type(tensor).__name__}")
@@ -115,7 +115,7 @@ def viewed_as(out: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     """Return ``out``, or a view of its bytes with another dtype and shape, to read a tensor into.
 
     Raises:
-        TypeError: If ``out`` is no tensor.
+        TypeError: If ``out`` is not a tensor.
         ValueError: If ``out`` is not contiguous, has another number of bytes, or starts at an offset into its storage that is not
             a multiple of the dtype's size.
     """

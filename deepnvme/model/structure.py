@@ -20,7 +20,7 @@ from torch import nn
 T = TypeVar("T")
 
 UNBLOCKED_EXTENT = "(rest)"
-"""Name of the extent of weights that belong to no block and stay in memory. Its parentheses keep it apart from module names."""
+"""Name of the extent of weights that belong to no block and stay in memory. No module name has its parentheses."""
 SMALL = 1 << 20
 """Bytes. A module with fewer bytes of weights is not made a block, because rereading it each time is not worth it.
 
@@ -68,7 +68,7 @@ class Structure:
     def extents(self) -> list[ExtentPlan]:
         """Return the extents, in the order in which they are first needed.
 
-        A weight that is needed by a block and also in ``rest`` is only in the extent UNBLOCKED_EXTENT.
+        A weight that a block needs and that is also in :attr:`rest` is only in the extent UNBLOCKED_EXTENT.
         """
         users: dict[str, list[str]] = {weight: [] for weight in self.rest}
         resident = set(users)
@@ -85,7 +85,7 @@ class Structure:
         ]
 
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the extents that each block needs besides UNBLOCKED_EXTENT, without blocks that need no others."""
+        """Return, for each block, the names of the extents that it needs besides UNBLOCKED_EXTENT. Omits blocks without any."""
         extent_of = {weight: extent.name for extent in self.extents() for weight in extent.weights}
         found = {
             block.name: tuple(
@@ -167,7 +167,10 @@ def structure_of_names(sizes: Mapping[str, int], ties: Mapping[str, str], blocks
 
 @dataclass
 class _ModuleNode:
-    """A node of the tree of modules that have weights. A module in several places has several nodes, all with one identity."""
+    """A node of the tree of modules that have weights.
+
+    A module that is registered under several names has several nodes, which have the same :attr:`identity`.
+    """
 
     name: str
     module: nn.Module | None
@@ -287,9 +290,12 @@ def _structure(
 
 
 def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
-    """Add the blocks found at or below a node to ``chosen``, by identity. Modules already in ``chosen`` are not searched.
+    """Find blocks at or below a node. Modules already in ``chosen`` are not searched.
 
-    The value is True if the module becomes a block only with at least SMALL bytes of weights.
+    Args:
+        node: The node.
+        chosen: Gets an entry for each block: the identity of its module -> whether the module is a block only if it has at least
+            SMALL bytes of weights.
     """
     if node.identity in chosen:
         return
@@ -305,7 +311,13 @@ def _choose(node: _ModuleNode, chosen: dict[object, bool]) -> None:
 
 
 def _with_blocks(node: _ModuleNode, chosen: Mapping[object, bool], block: object = None) -> Iterator[tuple[_ModuleNode, object]]:
-    """Yield a node and all nodes below it, each with the identity of its innermost enclosing block, or None if there is none."""
+    """Yield a node and all nodes below it, each with the identity of the innermost block that it is in; None if in no block.
+
+    Args:
+        node: The node.
+        chosen: Its keys are the identities of all blocks' modules.
+        block: Identity of the innermost block around the node; None if there is none.
+    """
     block = node.identity if node.identity in chosen else block
     yield node, block
     for child in node.children.values():

@@ -47,12 +47,12 @@ class OffloadedOptimizer(Optimizer):
     The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
     writes its states back, while the states of the next sub-group are read.
 
-    If other code has changed a parameter since the last step, the next step takes its value over into the master weight. Loading
+    If other code has changed a parameter since the last step, the next step copies the new value into the master weight. Loading
     a model's ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
 
     **Errors.** A step is never undone. If it fails, the sub-groups that were stepped stay stepped, and the exception says how
     many are left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
-    :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` ends such a step, too. If the optimizer's
+    :meth:`zero_grad` and further backwards raise RuntimeError. :meth:`load_state_dict` abandons such a step. If the optimizer's
     own code raises, the parameters of that sub-group may be partly stepped, as with any torch optimizer.
 
     **Signals.** Ctrl-C, and exceptions from signal handlers, are raised while the step waits for the drive. The step is then
@@ -62,9 +62,9 @@ class OffloadedOptimizer(Optimizer):
 
     **Again on the same path.** If the same thread makes a second optimizer on a path in use, as when a notebook cell runs again,
     the first one is closed, as soon as the second one has locked all of its other directories. The methods of the first then
-    raise RuntimeError naming where the second was made, and a UserWarning tells of steps that no :meth:`state_dict` has. If the
-    path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
-    optimizer that nothing refers to is garbage-collected, and its directory is free.
+    raise RuntimeError naming where the second was made. A UserWarning is given if no :meth:`state_dict` has the newest steps. If
+    the path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
+    unreferenced optimizer is garbage-collected, which frees its directory.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
@@ -80,9 +80,9 @@ class OffloadedOptimizer(Optimizer):
             sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
-        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer works
-            element by element (torch's optimizers that do, on float32 and float64 or with master weights). Otherwise the largest
-            parameter sets the least memory needed.
+        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer is one of
+            torch's that work element by element, and the parameter is float32 or float64, or has master weights. Otherwise the
+            largest parameter determines the least memory needed.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
         checksum: Verify states when they are read, and when a state_dict is made.
@@ -92,13 +92,13 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
-        TypeError: If an argument is of another type than it should be.
+        TypeError: If an argument has a wrong type.
         StoreLocked: If a directory is in use; the message names the owner.
         OutOfBuffers: If the sub-groups in flight and the resident ones do not fit into the part of the buffer pool's budget that
             others have not leased.
-        OSError: From the drive; ENOSPC if it has no room for the states.
+        OSError: If the drive cannot be read or written; ENOSPC if it has no room for the states.
 
-    What ``optimizer_class`` raises for its arguments is raised, too.
+    Also raises the exceptions of ``optimizer_class`` for its arguments.
     """
 
     def __init__(
@@ -162,11 +162,10 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. Blocks until the states are written.
 
-        After an exception the step may be unfinished; the exception says so. The next call finishes it: it steps the sub-groups
-        that are left, and does not call ``closure`` again.
+        After an exception the step may be unfinished; the exception says so. The next call finishes the step: it steps the
+        remaining sub-groups, and does not call ``closure`` again.
 
-        If parameters are DTensors, all ranks that share them have to call this, also to finish a step. If one rank fails, all
-        raise.
+        If parameters are DTensors, all ranks that share them must call this, also to finish a step. If one rank fails, all raise.
 
         The first step in which no parameter has a gradient warns with UserWarning.
 
@@ -178,7 +177,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If another rank has failed. Also after :meth:`close`, or in a forked child.
-            OSError: From the drive. With ``offload_gradients`` also an error of the preceding backward.
+            OSError: If the drive cannot be read or written. With ``offload_gradients`` also an error of the preceding backward.
         """
         returned = self._step.step(closure)
         if self._sub_groups and self.report().sub_groups == 0 and not self._warned:
@@ -192,7 +191,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Number of steps completed since the optimizer was created. An unfinished one does not count."""
+        """Number of steps completed since the optimizer was created. An unfinished step does not count."""
         return self._step.steps
 
     def report(self) -> StepReport:
@@ -221,7 +220,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a step is unfinished, or after :meth:`close`.
-            OSError: From the drive, with ``offload_gradients``.
+            OSError: If the drive cannot be read or written, with ``offload_gradients``.
         """
         self._step.check_idle()
         params = list(dict.fromkeys(param for group in self.param_groups for param in group["params"]))
@@ -268,7 +267,7 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             RuntimeError: If a step is unfinished.
-            OSError: From the drive; with ``checksum`` if states are damaged.
+            OSError: If the drive cannot be read or written; with ``checksum`` if states are damaged.
         """
         self._step.check_idle()
         if self._checksum:
@@ -347,10 +346,10 @@ class OffloadedOptimizer(Optimizer):
         One sub-group is copied at a time. A master weight is loaded from ``master_weight`` in a parameter's state, or from the
         parameter if that key is missing. On any exception nothing is changed.
 
-        An unfinished step ends with the call. A RuntimeWarning then says how many parameters still have values from that step:
-        load the model too, before or after.
+        An unfinished step is abandoned. A RuntimeWarning then says how many parameters still have values from that step: load the
+        model's state_dict too, before or after this call.
 
-        Raises OSError from the drive, and what torch raises for a state_dict that does not fit.
+        Raises OSError if the drive cannot be read or written, and what torch raises for a state_dict that does not fit.
         """
         self._step.guard.check_open()
         self._loading.remove()

@@ -28,7 +28,7 @@ class PinnedArena:
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Lend parts of another region, of this size, from now on. Tensors over the region before stay valid."""
+        """From now on, lend parts of a new region of ``nbytes`` bytes. Tensors over the old region stay valid."""
         self.nbytes = nbytes - nbytes % padded(1)
         self._region: Any = None
         self._extents = ExtentMap()
@@ -43,7 +43,7 @@ class PinnedArena:
     def lend(self, nbytes: int) -> torch.Tensor | None:
         """Return a one-dimensional uint8 tensor, or None if there is no room.
 
-        It is aligned to whole pages, and has a storage of its own. Its memory is lent again when no tensor over it is left.
+        The tensor is page-aligned, and has its own storage. Its memory is lent again once no tensor over it exists.
 
         Raises:
             OutOfBuffers: If the system has not so much memory to pin.
@@ -67,7 +67,7 @@ class PinnedArena:
                 return torch.frombuffer(part, dtype=torch.uint8)
 
     def lend_beyond(self, nbytes: int) -> torch.Tensor:
-        """Return memory as :meth:`lend` does, and if there is no room, a region of its own. Raises OutOfBuffers."""
+        """Return memory as :meth:`lend` does or, if there is no room, a separate region. Raises OutOfBuffers."""
         lent = self.lend(nbytes)
         if lent is None:
             lent = PinnedArena(padded(nbytes)).lend(nbytes)

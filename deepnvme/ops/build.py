@@ -10,12 +10,12 @@ from .op_builder import ALL_OPS, AsyncIOBuilder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build the ops that would work here into the cache, or find them there, and print the path of each. Blocks for seconds.
+    """Build each op that can work on this machine, unless the cache has it, and print its path. Blocks for seconds.
 
     Exits with status 1 and the reason on stderr if async_io, which the package cannot do without, cannot be built and loaded.
 
     Args:
-        arguments: Command-line arguments; None for those of this process.
+        arguments: Command-line arguments; None for ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(
         prog="deepnvme build",

@@ -16,10 +16,10 @@ def cast_to_byte_tensor(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
 def cast_to_byte_tensor(tensor: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 def cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """A flat uint8 view of ``tensor``'s ``nbytes`` bytes, sharing its memory; for a sequence, a list of such views.
+    """Return a flat uint8 view of ``tensor``'s memory, without a copy; for a sequence, a list of such views.
 
-    A tensor of one byte or none is returned as it is, as DeepSpeed does. Any device and any dtype, without a copy.
-    Raises ValueError for a tensor that is not contiguous, TypeError for what is not a strided tensor.
+    A tensor of one byte or none is returned as it is, as DeepSpeed does. Any device and any dtype. Raises ValueError for a tensor
+    that is not contiguous, TypeError for a value that is not a strided tensor.
     """
     if isinstance(tensor, torch.Tensor):
         return _bytes_of(tensor)
@@ -27,7 +27,7 @@ def cast_to_byte_tensor(tensor: torch.Tensor | Sequence[torch.Tensor]) -> torch.
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a new 1-D tensor with the elements of ``tensors``, one after the other.
+    """Return a 1-D tensor with the elements of ``tensors``, one tensor after the other.
 
     The tensors must share a dtype and a device. A single contiguous tensor is not copied: the result is a view of it. Raises
     ValueError for an empty sequence.

@@ -178,7 +178,7 @@ class CountedIO:
         }
 
     def keep_report(self, report: DriveReport) -> None:
-        """Have :attr:`last` be this report. Logs it with level DEBUG."""
+        """Set :attr:`last` to ``report``, and log it with level DEBUG."""
         self._last = report
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("%s", report.line())

@@ -85,7 +85,7 @@ class _Collected:
         self.present: set[int] = set()
         """Indices of the pieces that have a gradient."""
         self.added: set[int] = set()
-        """Indices of the pieces that the current backward has added to; emptied when all pieces have arrived."""
+        """Indices of the pieces that the current backward has added to; emptied once it has added to all pieces."""
 
 
 class SubGroupGradients:
@@ -128,7 +128,7 @@ class SubGroupGradients:
         Raises:
             RuntimeError: If the gradients collected so far were clipped.
             TypeError: For a gradient that is not a strided tensor.
-            OSError: From the drive. On any exception ``param.grad`` stays.
+            OSError: If the drive cannot be read or written. On any exception ``param.grad`` stays.
         """
         gradient = param.grad
         if gradient is None:  # another hook has removed it
@@ -275,7 +275,7 @@ class SubGroupGradients:
         return norms
 
     def clip(self, norms: Sequence[torch.Tensor | None], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Compute the total norm, and have :meth:`take` scale collected gradients down to ``max_norm``.
+        """Compute the total norm. :meth:`take` then scales the collected gradients down to ``max_norm``.
 
         Args:
             norms: Norms of the parameters' gradients, in the parameters' order, over all ranks; None without a gradient.

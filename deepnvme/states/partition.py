@@ -56,9 +56,9 @@ class SubGroupPlanner:
         return self._class
 
     def defaults(self) -> dict[str, Any]:
-        """Return the optimizer's ``defaults``, the options given included.
+        """Return the optimizer's ``defaults``, including the given ``options``.
 
-        They are read from an optimizer for one element, since some classes allocate their states when constructed.
+        They are read from an optimizer for a parameter of one element, since some classes allocate states when constructed.
         """
         return dict(self._make([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))]).defaults)
 
@@ -226,7 +226,7 @@ def partition(
 
 
 def _of_one_element(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor with the shape of ``local`` that takes the memory of one element."""
+    """Return a CPU tensor with the shape of ``local``. A strided one takes the memory of a single element."""
     if local.layout != torch.strided:
         return torch.empty_like(local, dtype=dtype, device="cpu")
     return torch.zeros(1, dtype=dtype, device="cpu").expand(local.shape)

@@ -196,11 +196,14 @@ class SubGroupPipeline:
     # -- blocks, and the memory for them
 
     def acquire(self, block: Block) -> None:
-        """Begin a use of a block, and read the expected ones ahead. Blocks. Raises like :meth:`BlockCache.acquire`."""
+        """Begin a use of a block, and read expected blocks ahead. Blocks. Raises like :meth:`BlockCache.acquire`."""
         self.cache.acquire([block], then=self._coming())
 
     def create(self, block: Block) -> None:
-        """Begin a use of a block with new content. May wait for memory. Raises like :meth:`BlockCache.create`."""
+        """Begin a use of a block that the caller will fill; the block is not read. May wait for memory.
+
+        Raises like :meth:`BlockCache.create`.
+        """
         self.cache.create(block)
 
     def memory_bytes(self, sub_group: SubGroup) -> int:

@@ -1,4 +1,4 @@
-"""What a step of an offloaded optimizer did and what it waited for; :mod:`deepnvme.offload.training.report` has a training's."""
+"""Report of one step of an offloaded optimizer. :mod:`deepnvme.offload.training.report` has the report of a training."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DriveReport(ReportFigures):
     """Time spent waiting for the drive with nothing to compute: for blocks to be read, for memory to read them into, and for the
     last writes. Without the activations of a training."""
     bytes_read: int
-    """Bytes read of states and of gradients on the drive, and with a training of parameters."""
+    """Bytes of states and gradients, and with a training also of parameters, that were read. Without checkpoints."""
     bytes_written: int
-    """Bytes written of them. Neither includes checkpoints."""
+    """Bytes of states and gradients, and with a training also of parameters, that were written. Without checkpoints."""
     period: float
     """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
 

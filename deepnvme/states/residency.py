@@ -72,8 +72,8 @@ class ResidencyPolicy:
     def drive_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
         """Return the most bytes that the sub-groups take on the drive.
 
-        A non-resident sub-group has two versions of its block on the drive. A resident one has a single version, from which state
-        dicts are mapped. Offloaded gradients are added.
+        A non-resident sub-group has two versions of its block on the drive. A resident one has one version, which is written so
+        that a state dict can map it. If gradients are offloaded, those of all sub-groups are included.
         """
         staying = self._staying(sub_groups)
         return sum(
@@ -82,7 +82,7 @@ class ResidencyPolicy:
         )
 
     def estimate_writes(self, sub_groups: Sequence[SubGroup]) -> WriteEstimate:
-        """Return how many bytes steps will write: the blocks of the sub-groups that are not resident, and their gradients."""
+        """Return how many bytes each step writes: blocks of non-resident sub-groups, and their gradients if offloaded."""
         leaving = [each for each in sub_groups if not each.in_memory]
         each_step = sum(map(self.planner.block_bytes, leaving))
         if self._offload_gradients:
@@ -90,7 +90,7 @@ class ResidencyPolicy:
         return WriteEstimate(bytes_per_step=each_step, most_bytes_per_step=each_step, bytes_once=0)
 
     def _staying(self, sub_groups: Iterable[SubGroup]) -> set[SubGroup]:
-        """Return the sub-groups that fit into the budget, with the estimates of their sizes: the same whenever it is asked."""
+        """Return the sub-groups that fit into the budget by their estimated sizes. The result is the same at any time."""
         staying: set[SubGroup] = set()
         nbytes = 0
         for each in sub_groups:

@@ -166,9 +166,9 @@ def opaque(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 def block_tensors_of(
     sub_group: SubGroup, saved: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]]
 ) -> BlockTensors:
-    """Take a sub-group's states from loaded ones: set its ``small``, the state outside the block, and return the block's tensors.
+    """Return the tensors of a sub-group's block, cut from loaded states, and set ``small``, the states outside the block.
 
-    Values are cast as torch's ``load_state_dict`` does: to the parameter's dtype, or to float32 if it has a master weight.
+    Values are cast as by torch's ``load_state_dict``: to the parameter's dtype, or to float32 if it has a master weight.
 
     Args:
         sub_group: The sub-group. Its ``small`` is replaced, and its layout is dropped.

@@ -142,12 +142,12 @@ class OptimizerStep:
         succeed: Callable[[Any], Any],
         fail: Callable[[BaseException], None] = lambda error: None,
     ) -> Any:
-        """Do some work, wait until the other ranks have done it, and go on, or raise on all ranks if it has failed on one.
+        """Call ``work`` on all ranks, and wait for all. If it fails on any rank, raise on all; else call ``succeed``.
 
         Args:
             work: Called first. It may be interrupted.
-            succeed: Called with the result of ``work`` if all ranks have done it. Its result is returned.
-            fail: Called with the error otherwise: that of ``work``, or a RuntimeError that names another rank.
+            succeed: Called with the result of ``work`` if it succeeds on all ranks. The result of ``succeed`` is returned.
+            fail: Otherwise called with the error: that of ``work``, or a RuntimeError that names another rank.
         """
         error: BaseException | None = None
         done: Any = None
@@ -293,7 +293,7 @@ class OptimizerStep:
         )
 
     def _refuse_backward(self) -> None:
-        """Have backward raise before it changes the gradients that the unfinished step needs."""
+        """Add hooks by which backward raises before it changes the gradients that the unfinished step needs."""
         if not self._refusals:
             refuse = weakref.WeakMethod(self._raise_unfinished)  # parameters hold the hooks, and may outlive the optimizer
             hook = lambda gradient: (method := refuse()) and method()  # noqa: E731
@@ -314,7 +314,7 @@ class OptimizerStep:
     # -- between steps
 
     def clip(self, params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip all gradients that are offloaded, those still in memory too, on all ranks or on none.
+        """Clip all offloaded gradients, even those still in memory, on all ranks or on none.
 
         Args:
             params: All parameters, each once, in the same order on all ranks.
@@ -327,14 +327,14 @@ class OptimizerStep:
         self.check_idle()
 
         def norms() -> list[torch.Tensor | None]:
-            """Return those of this rank's gradients. Blocks."""
+            """Return the norms of this rank's gradients. Blocks."""
             self._raise_backward_error()
             self._offload_the_rest()
             self._gradients.flush()
             return self._gradients.norms(params, norm_type)
 
         def clip(norms: list[torch.Tensor | None]) -> torch.Tensor:
-            """Clip by the norms of all ranks, which is a collective too."""
+            """Combine the norms of all ranks, which is another collective, and clip by them."""
             return self._gradients.clip(combine_shard_norms(params, norms, norm_type), max_norm, norm_type)
 
         total: torch.Tensor = self._on_all_ranks(norms, clip)
@@ -351,9 +351,9 @@ class OptimizerStep:
                 self.io.finish()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Replace all states and parameter groups, which ends an unfinished step; on any exception none is replaced.
+        """Replace all states and parameter groups or, on any exception, none. An unfinished step is abandoned.
 
-        Warns with RuntimeWarning if parameters keep the values of an unfinished step.
+        Warns with RuntimeWarning if parameters keep values of the unfinished step.
 
         Args:
             state: What torch's ``load_state_dict`` passes to ``__setstate__``: "state" by parameter, and "param_groups".
@@ -420,7 +420,7 @@ class OptimizerStep:
                         self._gradients.take_in(param, pieces)
 
     def _mark_changes(self) -> None:
-        """Have the step update the master weights of parameters that other code has changed since :meth:`_remember_params`."""
+        """Mark parameters that other code has changed since :meth:`_remember_params`: the step updates their master weights."""
         for sub_group in self.sub_groups:
             sub_group.mark_stale(sub_group.changed_pieces())
 

@@ -183,7 +183,7 @@ class SubGroup:
     # -- its step
 
     def pull(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy options that the sub-group's own optimizer has changed back to ``groups``: some optimizers count steps there.
+        """Copy options that the sub-group's optimizer has changed back to ``groups``. Some optimizers count steps in an option.
 
         Args:
             groups: The ``param_groups`` of the offloaded optimizer.
@@ -239,7 +239,7 @@ class SubGroup:
         return found
 
     def _step_stand_ins(self, optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Step those stand-ins that have a gradient, and copy what the optimizer has made of them to the parameters."""
+        """Step the stand-ins that have a gradient, and copy their new values to the parameters."""
         stepped = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not stepped:
             return
@@ -360,7 +360,7 @@ class SubGroup:
         return held
 
     def _settle(self, block: torch.Tensor | None, held: BlockTensors) -> BlockTensors | None:
-        """Copy state tensors that lie elsewhere to their sections of the block. Return ``held`` if they do not fit the layout."""
+        """Copy state tensors outside their sections of the block there. If they do not fit the layout, just return ``held``."""
         if block is None or self.layout is None or not _fits(self.layout, held):
             return held
         moved = []  # an optimizer may make new tensors rather than change its own, or swap two of them
@@ -373,7 +373,7 @@ class SubGroup:
         return None
 
     def _unbind(self) -> None:
-        """Drop all references to gradients, parameters and the block, whose memory others own."""
+        """Drop the references to gradients, parameters and the block, so that their owners can free the memory."""
         for stand_in in self._stand_ins:
             stand_in.grad = None
             stand_in.data = torch.empty(0, device="cpu")

@@ -20,7 +20,7 @@ _KEPT_FREE = 32 << 20
 
 
 class BlocksInMemory(Protocol):
-    """What has the blocks of sub-groups in memory: a step of an optimizer, or a training."""
+    """Cache of the blocks of sub-groups, with the versions that it writes: of an optimizer's pipeline, or of a training."""
 
     cache: BlockCache
     """Reads the blocks, and writes them."""
@@ -31,10 +31,10 @@ class BlocksInMemory(Protocol):
         """Begin a use of a block. Blocks while it is read. Raises like :meth:`BlockCache.acquire`."""
 
     def create(self, block: Block) -> None:
-        """Begin a use of a block with new content. Raises like :meth:`BlockCache.create`."""
+        """Begin a use of a block that the caller will fill; the block is not read. Raises like :meth:`BlockCache.create`."""
 
     def memory_bytes(self, sub_group: SubGroup) -> int:
-        """Return the least bytes of memory that the sub-group's block gets. Blocks of equal size reuse each other's."""
+        """Return the least bytes of memory to lease for the sub-group's block. Blocks with equal leases reuse each other's."""
 
 
 class SubGroupBlock:
@@ -42,7 +42,7 @@ class SubGroupBlock:
 
     Args:
         sub_group: The sub-group.
-        blocks: Has the block in memory.
+        blocks: Cache of the block, and the versions that it writes.
     """
 
     def __init__(self, sub_group: SubGroup, blocks: BlocksInMemory) -> None:
@@ -107,13 +107,13 @@ class SubGroupBlock:
         self.block.rename(block_name(self.sub_group))
 
     def forget(self) -> None:
-        """Drop the block from memory, with what was changed there. Never blocks."""
+        """Drop the block from memory, with all changes that are only there. Never blocks."""
         if self.block is not None:
             self._blocks.cache.reject([self.block])
             self.block = None
 
     def _new_block(self, nbytes: int) -> StoredBlock:
-        """Return a block of the sub-group that neither memory nor the drive has."""
+        """Make a block for the sub-group. It has no memory yet, and is not on the drive."""
         resident = self.sub_group.in_memory
         block = StoredBlock("", nbytes, 1 if resident else self._blocks.memory_bytes(self.sub_group))
         block.stored = False
@@ -121,7 +121,7 @@ class SubGroupBlock:
         return block
 
     def _place(self, made: BlockTensors) -> None:
-        """Move state tensors to a new block with a layout for them. They may lie in the block that there was."""
+        """Move state tensors to a new block with a layout for them. The tensors may be views of the old block."""
         layout = self.sub_group.lay_out(made)
         block = self._new_block(layout.nbytes)
         try:

@@ -77,7 +77,7 @@ class OneThread:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Refuse other threads in this context, which may be entered again within. Raises RuntimeError if another one has it."""
+        """Claim the training for the current thread in this context; may be nested. Raises RuntimeError if another has it."""
         first, this = not self._claims, threading.current_thread()
         try:
             self._claims.setdefault("by", this)  # one of two threads that come at the same time gets the other one
@@ -89,7 +89,7 @@ class OneThread:
 
     @contextlib.contextmanager
     def helping(self) -> Iterator[None]:
-        """Let the current thread, in this context, use what another one has claimed."""
+        """Let the current thread use, in this context, the training that another thread has claimed."""
         this = threading.current_thread()
         self._helpers.add(this)
         try:
@@ -99,12 +99,12 @@ class OneThread:
 
     @property
     def is_another(self) -> bool:
-        """Whether a thread is in :meth:`claimed`, and the current one neither is it nor helps it."""
+        """Whether a thread has claimed the training, and the current thread neither is that thread nor helps it."""
         owner, this = self._claims.get("by"), threading.current_thread()
         return owner is not None and owner is not this and this not in self._helpers
 
     def check(self) -> None:
-        """Raise RuntimeError if another thread than the current one, or than the one it helps, uses the training."""
+        """Raise RuntimeError if a thread has claimed the training, and the current thread neither is it nor helps it."""
         if self.is_another:
             name = self._claims["by"].name if "by" in self._claims else "another thread"
             raise RuntimeError(

@@ -28,9 +28,9 @@ class Versioned(Protocol):
         """Number of the newest version, which is on the drive or being written; None if there is none."""
 
 
-def block_name(of: Versioned, number: int | None = None) -> str:
+def block_name(versioned: Versioned, number: int | None = None) -> str:
     """Return the name of a version in the store: of the version ``number``, or of the newest one if it is None."""
-    return f"{of.index}.{of.current if number is None else number}"
+    return f"{versioned.index}.{versioned.current if number is None else number}"
 
 
 class BlockVersions:
@@ -49,35 +49,35 @@ class BlockVersions:
         self._mapped: dict[str, list[Any]] = {}
         self._more: dict[str, Versioned] = {}
 
-    def next_of(self, of: Versioned) -> int:
+    def next_of(self, versioned: Versioned) -> int:
         """Return the lowest version number that is neither the current version's nor mapped by a live tensor."""
         number = 0
-        while number == of.current or self._is_mapped(block_name(of, number)):
+        while number == versioned.current or self._is_mapped(block_name(versioned, number)):
             number += 1
         if number > 1:
-            self._more[block_name(of, number)] = of
+            self._more[block_name(versioned, number)] = versioned
         return number
 
-    def write(self, of: Versioned, number: int, content: torch.Tensor) -> None:
-        """Write ``content`` as version ``number``. Blocks; raises OSError."""
-        self._store.put(block_name(of, number), content).result()
+    def write(self, versioned: Versioned, number: int, content: torch.Tensor) -> None:
+        """Write ``content`` as version ``number`` of ``versioned``. Blocks. Raises OSError."""
+        self._store.put(block_name(versioned, number), content).result()
 
-    def verify(self, of: Versioned) -> None:
-        """Read the current version to verify its checksum. Blocks. Raises CorruptTensor."""
-        self._store.get(block_name(of)).result()
+    def verify(self, versioned: Versioned) -> None:
+        """Read the current version of ``versioned`` to verify its checksum. Blocks. Raises CorruptTensor."""
+        self._store.get(block_name(versioned)).result()
 
     def map(self, sections: Sequence[tuple[Versioned, BlockSection]]) -> torch.Tensor:
-        """Map sections of current versions as one tensor of their dtype, with one dimension.
+        """Map sections of current versions as one 1-D tensor of the sections' dtype.
 
-        The values do not change for as long as any tensor over the mapping lives: later steps write to others.
+        The values do not change while any tensor over the mapping is alive: later steps write other versions.
 
         Args:
-            sections: (whose version, section). All but the last end on a page, and all but the first begin on one. The tensor has
-                padding at its end.
+            sections: (object, section of its current version). All but the first begin on a page, and all but the last end on
+                one. The tensor has padding at its end.
         """
         first = sections[0][1]
         inside = first.offset % PAGE
-        ranges = [(block_name(of), each.offset - inside, each.nbytes + inside) for of, each in sections]
+        ranges = [(block_name(owner), each.offset - inside, each.nbytes + inside) for owner, each in sections]
         mapped = self._store.map_ranges(ranges)
         with defer_interrupts():  # in torch's constructor, Ctrl-C would leave a reference that cannot be freed
             memory: Any = StorageWeakRef(mapped.untyped_storage())  # type: ignore[no-untyped-call]
@@ -86,9 +86,9 @@ class BlockVersions:
         return mapped[inside:].view(first.dtype)
 
     def tidy(self) -> None:
-        """Delete the extra versions that no live tensor is mapped from any more."""
-        for name, of in list(self._more.items()):
-            if name != block_name(of) and not self._is_mapped(name):
+        """Delete the versions beyond the usual two that no live tensor is mapped from any more. Blocks."""
+        for name, owner in list(self._more.items()):
+            if name != block_name(owner) and not self._is_mapped(name):
                 del self._more[name]
                 if name in self._store:
                     self._store.delete(name).result()
@@ -99,20 +99,20 @@ class BlockVersions:
 
 
 class VersionedBlock(StoredBlock):
-    """A block of which a step writes another version than that of the last completed step, so that the step can be undone.
+    """A block whose steps can be undone: a step writes a new version beside that of the last completed step.
 
     Args:
-        index: Identifies its versions.
-        content_bytes: Bytes of each.
+        index: Identifies the block's versions in the store.
+        content_bytes: Bytes of each version.
     """
 
     def __init__(self, index: str, content_bytes: int) -> None:
         self.index = index
-        """Identifies its versions."""
+        """Identifies the block's versions in the store."""
         self.current = self._committed = 0
         """Number of the newest version."""
         self.changes = 0
-        """How often steps have changed the block, or were undone."""
+        """Number of times that a step has changed the block or was undone."""
         super().__init__(block_name(self), content_bytes)
         self.stored = False
 
@@ -122,15 +122,15 @@ class VersionedBlock(StoredBlock):
         return self.current != self._committed
 
     def changed(self, number: int) -> None:
-        """Set the number of the version that the next write, or read, of the block goes to."""
+        """Set the newest version to ``number``: the next read or write of the block uses that version."""
         self.changes += 1
         self.current = number
         self.rename(block_name(self))
 
     def commit(self) -> None:
-        """Take the newest version for the last completed step's."""
+        """Record that the step that wrote the newest version is completed."""
         self._committed = self.current
 
     def undo(self) -> None:
-        """Have the next read be of the last completed step's version."""
+        """Return to the version of the last completed step: the next read of the block reads that version."""
         self.changed(self._committed)

@@ -1,6 +1,6 @@
 """Catalog of a store: the tensor stored under each name, and the tensor that a put in progress is storing there.
 
-1. A tensor's space is freed once no catalog entry refers to the tensor, and no manifest that may be on the drive.
+1. A tensor's space is freed once neither a catalog entry nor a manifest that may be on the drive refers to the tensor.
 2. In a persistent store, a put writes to new space. The new tensor replaces the old one when all transfers of the put have
    succeeded.
 3. A damaged tensor cannot be read or committed until its name is put again or deleted.
@@ -217,7 +217,7 @@ class Catalog:
         return versions
 
     def end_flush(self, flush: Operation, failures: Sequence[Failure]) -> None:
-        """Record which versions a flush has made durable, and mark tensors in the files that it failed to flush as damaged.
+        """Record which versions a flush has made durable. Mark tensors as damaged if their file could not be flushed.
 
         Args:
             flush: The operation of the flush.

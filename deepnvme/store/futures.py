@@ -39,8 +39,8 @@ class Operation:
     """All transfers of one call of a store, and what to do when they have ended.
 
     The thread that starts the transfers holds the lock ``starting`` meanwhile, and sets ``complete`` when all are started. If an
-    exception (Ctrl-C in a wait, say) comes before, ``starting`` is free and ``complete`` is False: the operation has then failed
-    for all its subjects.
+    exception (such as Ctrl-C in a wait) stops it before, ``starting`` is free and ``complete`` is False: the operation has then
+    failed for all its subjects.
 
     No background thread is used: ``finish`` is called by the first thread that waits for the operation or looks at its result.
 
@@ -60,7 +60,7 @@ class Operation:
         self.subjects: Sequence[Any] = ()
         """Objects that the operation concerns, such as catalog entries.
 
-        If the operation itself fails, and not one transfer, it fails for all of them.
+        If the operation fails other than by a transfer, it fails for all its subjects.
         """
         self._failure: OSError | None = None
         self.error: OSError | None = None
@@ -83,8 +83,8 @@ class Operation:
         Args:
             start: Starts transfers and returns their future.
             arguments: Arguments of ``start``.
-            subjects: The subjects of the transfers, such as catalog entries, for their failure. If the future's error has
-                ``indices``, these are of the subjects that failed.
+            subjects: The subjects of the transfers, such as catalog entries, which fail with the transfers. If the future's error
+                has ``indices``, only the subjects with these indices fail.
         """
         with defer_interrupts():  # a transfer that was started has to be recorded
             self._transfers.append((start(*arguments), subjects))
@@ -215,7 +215,7 @@ class StoreFuture(Generic[Result]):
 
         Raises:
             OSError: The error that the operation ended with.
-            TimeoutError: After ``timeout``. The operation still goes on.
+            TimeoutError: After ``timeout``. The operation continues.
         """
         error = self.exception(timeout)
         if error is not None:

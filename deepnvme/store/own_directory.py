@@ -1,4 +1,4 @@
-"""Opens a store in a directory of its own, below a directory that several processes share."""
+"""Opens a store in a new directory of its own, inside a directory that several processes use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_own_store(
 
 
 def remove_directories(directories: Iterable[Path]) -> None:
-    """Remove those of a closed store's directories that are empty.
+    """Remove the empty ones among a closed store's directories.
 
     Closing a store removes only directories that the store itself has created, and not one that a dead process has left.
     """

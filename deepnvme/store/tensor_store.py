@@ -72,7 +72,7 @@ class TensorStore:
             any number of processes, can have the directories open at a time, but no other store can. Nothing is created in
             the directories, so no write permission is needed. Putting, deleting, reserving and committing raise
             ``io.UnsupportedOperation``.
-        checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is got. Takes 0.1 s of one core for each GB.
+        checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is read. Takes 0.1 s of one core for each GB.
         engine: An engine to share among stores; None for an engine of the store's own.
         config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         owner: The object that the store is a part of. The errors of other stores name it as the owner of the directories.
@@ -205,7 +205,7 @@ class TensorStore:
             A future. Its result is the number of bytes stored.
 
         Raises:
-            TypeError: If ``tensor`` is no dense tensor with data, or ``name`` is no string.
+            TypeError: If ``tensor`` is not a dense tensor with data, or ``name`` is not a string.
             OSError: With ENOSPC, naming the directory, if there is too little space. The name keeps its previous tensor.
                 Later errors are raised by ``Future.result``.
         """
@@ -266,7 +266,7 @@ class TensorStore:
 
         Raises:
             KeyError: If the store has no such name.
-            TypeError: If ``out`` is no tensor.
+            TypeError: If ``out`` is not a tensor.
             ValueError: If ``out`` is not contiguous, or has another number of bytes.
             OSError: If the tensor is damaged; CorruptTensor if a data file is too short. Later errors, CorruptTensor among
                 them, are raised by ``Future.result``.
@@ -337,7 +337,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> list[tuple[DataFile, int, int]]:
-            """Register a read of the names. Return (file, offset, length) of each range. Called with the lock held."""
+            """Record the read in scheduler and catalog. Return (file, offset, length) of each part. Called with the lock held."""
             entries = self._catalog.readable(names)
             self._scheduler.begin(operation)
             record_gets(list(dict.fromkeys(entries)), operation)
@@ -494,7 +494,7 @@ class TensorStore:
         operation = self._scheduler.operation()
 
         def begin() -> tuple[list[CatalogEntry], list[TensorVersion], list[torch.Tensor]]:
-            """Register the reads. Return entries, versions and the viewed ``out``, if given. Called with the lock held."""
+            """Record the reads. Return entries, versions, and ``out``, if given, as a view. Called with the lock held."""
             entries = self._catalog.readable(names)
             versions = [entry.newest for entry in entries]
             targets = [] if out is None else [viewed_as(out, each.info.dtype, each.info.shape) for each in versions]

@@ -28,7 +28,7 @@ def as_directories(directories: Directory | Sequence[Directory]) -> list[Path]:
     """Return one directory, or several, as absolute paths.
 
     Raises:
-        TypeError: For a mapping: directories have no weights.
+        TypeError: If a mapping is given: there are no shares to choose, since all directories get equal shares of the data.
         ValueError: If no directory is given, or one is given twice.
     """
     if isinstance(directories, Mapping):

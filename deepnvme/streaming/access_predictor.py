@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 class AccessPredictor:
     """Predicts which extent is used next, from the last two uses.
 
-    The prediction is the extent that followed the same two uses the last time. If these two were never seen together, it is the
-    extent that last followed the second of them; else the next one in the given order, which starts again at its end.
+    The prediction is the extent that followed these two uses the last time. If they never occurred one after the other, it is the
+    extent that last followed the second of them. Else it is the next extent in the given order, which is cyclic.
 
-    Two uses are needed to tell apart the places in a pass at which a shared module is used. With them, passes that repeat are
-    predicted from the second pass on, even if they use some extents several times and others never.
+    Two uses distinguish the places in a pass at which a shared module is used. So repeated passes are predicted from the second
+    pass on, even if they use some extents several times and others never.
     """
 
     def __init__(self, first: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ class AccessPredictor:
         self._last: tuple[str | None, str | None] = (None, None)
 
     def note(self, key: str) -> None:
-        """Record a use, the next one after the use recorded before."""
+        """Record a use, which follows the use recorded before."""
         before, last = self._last
         if last is not None:
             self._after_two[before, last] = self._after_one[last] = key

@@ -22,7 +22,7 @@ class ExtentCache:
     - Extents are read ahead as far as there is room beside those in use. If the extents in use need no room, as much room
       as the first expected extent needs is left free. So a wrong prediction seldom causes a wait.
     - Memory of a released extent is not reused while a view of it exists. Until then, the cache has less memory.
-    - If the extents in use need more memory than there is, additional memory is allocated until they are released.
+    - If the extents in use need more memory than the slots have, additional memory is allocated until they are released.
     - A failed read raises its error only in :meth:`acquire`, and only if acquire() started it. An extent whose read-ahead
       failed is read again when it is acquired, since the cause may have been removed by then.
     - After an interrupt, :meth:`recover` has to be called first.
@@ -69,7 +69,7 @@ class ExtentCache:
         """Begin a use of each of these extents, and return their memory once they have been read. Blocks.
 
         Args:
-            keys: Names of extents, each at most once. Each has to be released once.
+            keys: Names of extents, each at most once. Release each of them once.
             then: Names of the extents that will probably be used next, in order; may be endless. Read-ahead follows this
                 list from now on, and no longer the previous one.
 
@@ -111,7 +111,7 @@ class ExtentCache:
         self._cache.drain()
 
     def close(self) -> None:
-        """Give all memory back. Waits for all reads."""
+        """Return all memory. Waits for all reads."""
         self._cache.clear()
 
     def recover(self) -> list[str]:
@@ -125,7 +125,7 @@ class ExtentCache:
         return [block.name for block in left]
 
     def _with_room(self, keys: Iterable[str], now: Collection[Block]) -> Iterator[Use]:
-        """Yield uses of the first of ``keys``, as long as there is room for them beside the blocks ``now``."""
+        """Yield uses of ``keys``, in order, until memory has no more room beside the blocks ``now``."""
         if all(block.resident and block.state is State.CLEAN for block in self._blocks.values()):
             return
         room = self._cache.memory.limit - sum(block.nbytes for block in now if not block.resident)

@@ -49,15 +49,15 @@ class Slots(ABC):
         """Return newly allocated memory that is not a slot and does not count towards the limit."""
 
     def take(self, block: Block) -> Memory | None:
-        """Return memory for a block: its own for a resident block, else a slot; None if there is no room for a slot."""
+        """Return memory for a block: separate memory for a resident, else a slot. None if there is no room for a slot."""
         return OwnMemory(self.memory(block.nbytes)) if block.resident else self.lease(block.nbytes)
 
     def grow(self, block: Block, held: Sequence[Memory]) -> Memory:
         """Return a slot for a block beyond the limit, when the blocks in use leave no room for it.
 
-        All slots together may then have the limit, or the bytes of ``held`` and this block if that is more, and one more
-        such block for memory that a view keeps. If even that is not enough, waits half a second for other threads and the
-        garbage collector to drop views. Raises OutOfBuffers if they do not.
+        All slots together may then have as many bytes as the limit (or as ``held`` and this block, if that is more), and those of
+        one more such block, for memory that a view keeps. If even that is not enough, waits half a second for other threads and
+        the garbage collector to drop views. Raises OutOfBuffers if they do not.
         """
         deadline = time.monotonic() + VIEW_DROP_WAIT_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
@@ -113,7 +113,7 @@ class PinnedSlots(Slots):
         return empty_aligned(nbytes)
 
     def _gap(self, size: int) -> tuple[int, int]:
-        """Return the first free range of ``size`` bytes, or the end: its index in ``_taken``, and its offset in bytes."""
+        """Return (index in ``_taken``, offset in bytes) of the first free range of ``size`` bytes, else of the end."""
         place = 0
         for index, taken in enumerate(self._taken):
             if taken.place - place >= size:
@@ -122,7 +122,7 @@ class PinnedSlots(Slots):
         return len(self._taken), place
 
     def _take_back(self) -> None:
-        """Forget the ranges over which no tensor exists any more, so that they are leased again."""
+        """Free the ranges whose tensors are all gone, so that they can be leased again."""
         self._taken = [taken for taken in self._taken if taken.view() is not None]
 
 

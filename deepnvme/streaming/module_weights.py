@@ -37,7 +37,7 @@ class _ModuleWeight:
     """Whether the weight required grad before the model was streamed."""
 
     def add_entry(self, among: Tensors, key: str, requires_grad: bool) -> None:
-        """Add a module's entry for the weight, unless it was added before. ``requires_grad``: of the module's tensor."""
+        """Add a module's entry for the weight, unless it was added before. ``requires_grad`` is that of the module's tensor."""
         if not any(there is among and other == key for there, other in self.entries):
             self.entries.append((among, key))
             self.requires_grad |= requires_grad

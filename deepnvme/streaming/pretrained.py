@@ -83,7 +83,7 @@ def from_pretrained(
     blocks are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
     Args:
-        name_or_path: As for transformers' ``from_pretrained``; a name that is no local directory is downloaded.
+        name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
         offload_dir: One or several directories of the store, as for :class:`WeightStore`.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
@@ -102,7 +102,7 @@ def from_pretrained(
         ``streaming.close()`` ends the stream and closes the store.
 
     Raises:
-        FileNotFoundError: If ``name_or_path`` can only be a directory, and there is none.
+        FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
         ImportError: If transformers or accelerate is not installed.
         TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
         ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
@@ -202,7 +202,7 @@ def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
 
 
 def _origin(transformers: Any, name: str, config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts by which a store is recognised: dtype, options, and the checkpoint's files or commit."""
+    """Return facts that identify the weights of a store: dtype, options, and the checkpoint's files or commit."""
     dtype = _wanted_dtype(config, options)
     facts: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     facts |= {option: repr(options[option]) for option in _CHOOSING if options.get(option) not in (None, "")}
@@ -349,7 +349,7 @@ def _remote(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _dtype_of(store: WeightStore, config: PretrainedConfig, options: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype with which to make the model: the wanted one, else that of the store's first floating-point weight."""
+    """Return the dtype to make the model with: the wanted dtype, else that of the store's first floating-point weight."""
     dtype = _wanted_dtype(config, options)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)

@@ -32,8 +32,8 @@ class StreamedForwards:
 
     Args:
         store: The store of the weights.
-        cache: Has extents in memory while they are used.
-        weights: Puts weights into the modules.
+        cache: Keeps extents in memory while blocks use them.
+        weights: Assigns weights to the modules.
     """
 
     def __init__(self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights) -> None:
@@ -65,7 +65,7 @@ class StreamedForwards:
             module.forward = StreamedForward(self, module.forward, call, streaming)
 
     def unwrap(self) -> None:
-        """Give all modules their own forward back. Replaced forwards kept by callers raise RuntimeError. Idempotent."""
+        """Restore the original forwards of all modules. Replaced forwards kept by callers raise RuntimeError. Idempotent."""
         self._ended = True
         for module, own in self._wrapped:
             if own is not None:
@@ -186,7 +186,7 @@ class StreamedForwards:
                     self._there.add(extent)
 
     def _acquire(self, block: str, extents: list[str]) -> dict[str, torch.Tensor]:
-        """Wait until extents are in memory, return their memory by name, and start reading those predicted next."""
+        """Wait until extents are in memory, and start reading the predicted next ones. Return the memory by extent name."""
         if not extents:  # weights that stay in the modules need no memory, so that what is expected remains the same
             self._cache.poll()
             return {}

@@ -93,9 +93,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
-    The arguments are those of :func:`stream`, and two more for functions that open the store themselves and return only
-    the model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in
-    bytes.
+    The arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the
+    model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._forwards.reset()
 
     def close(self, restore: bool = False) -> None:
-        """End the stream: release its memory and give the modules their own forward back. Idempotent.
+        """End the stream: release its memory, and restore the modules' original forwards. Idempotent.
 
         Waits for a call of the model in another thread and for reads in flight. The store stays open,
         unless :func:`from_pretrained` or accelerate's offload opened it.
@@ -217,7 +216,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self.close()
 
     def _read(self, extent: str) -> torch.Tensor:
-        """Read an extent into memory of its own. Blocks."""
+        """Read an extent into newly allocated memory. Blocks."""
         memory = self._slots.memory(self._reader.nbytes(extent))
         error = self._reader.read(extent, memory).exception()
         if error is not None:

@@ -62,9 +62,9 @@ def create_files(
         config: Settings of the engine; None for the profile of the drive.
 
     Raises:
-        FileExistsError: If a directory has a table already, or rows that a killed process has left.
+        FileExistsError: If a directory has a table already, or rows left by a killed process.
         ValueError: If ``values`` returns another shape or dtype.
-        OSError: From the drive. All files of the new table are removed then.
+        OSError: If the drive cannot be read or written. All files of the new table are removed then.
     """
     for directory in directories:
         for path in (directory / MANIFEST_NAME, directory / ROWS_NAME):
@@ -128,7 +128,7 @@ def _layout_of(paths: list[Path], rows: int, columns: tuple[Column, ...], updata
 def _fill(
     engine: Engine, files: Sequence[File], layout: TableLayout, values: Values | None, initial: Mapping[str, float]
 ) -> None:
-    """Write all rows in order, some MiB at a time: one part is made while the previous part is written."""
+    """Write all rows in order, some MiB at a time. Each part is computed while the previous part is written."""
     # All parts but the last have a multiple of 16 rows, and the last has not less: normal_() makes 16 numbers at a time, and
     # the last 16 of a tensor twice unless its size is a multiple of 16.
     wanted = _FILL_BYTES // layout.stride

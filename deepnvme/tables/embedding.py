@@ -183,8 +183,9 @@ class RowsOnDisk(nn.Module):
         """Read the distinct rows of ``ids``. Blocks. Raises what :meth:`Table.read` does.
 
         Returns:
-            The values of the distinct rows, ascending by row number, and one more row of zeros if the padding row is not among
-            the ids; the index of each id's row in them; and that of the padding row, None without ``padding_idx``.
+            (values, positions, padding). ``values`` has the distinct rows, ascending by row number, and one more row of zeros if
+            the padding row is not among the ids. ``positions`` is the index in ``values`` of each id's row. ``padding`` is the
+            index of the padding row, None without ``padding_idx``.
         """
         rows, positions = self._unique(ids)
         padding, count = None, len(rows)
@@ -270,24 +271,24 @@ class EmbeddingOnDisk(RowsOnDisk):
     ``clip_grad_norm_(model.parameters())`` does not clip them: see RowOptimizer for what to call instead.
 
     ``state_dict`` has the rows under the same name as torch's module, mapped from a file. ``load_state_dict`` changes the rows.
-    It does not wait for a commit that has failed halfway.
+    Do not call it after a failed :meth:`RowOptimizer.commit`, which it does not finish.
 
-    A copy, made by ``copy.deepcopy`` or pickle, opens the same table again to read it. So while the rows can be trained, no
-    copy can be made.
+    A copy, made by ``copy.deepcopy`` or pickle, opens the same table again, read-only. This is impossible while the original's
+    table is open for training.
 
     A training step reads each row twice: in the forward, and again in the optimizer's step, where the row is in memory. So if
-    the forwards found a share ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
+    the forwards found a fraction ``h`` of their rows in memory, ``table.stats().hit_rate`` is ``(1 + h) / 2``. ``rows_read``
     counts the rows that the forwards did not find in memory.
 
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Elements of each row.
         padding_idx: Number of a row that is not trained; zeros in a new table.
-        path: A directory, or several on different drives. A table that is there is opened; otherwise one is created, with the
-            rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
+        path: A directory, or several on different drives. If it has a table, that table is opened; else a table is created, with
+            the rows that ``torch.nn.Embedding`` has with the same seed. Or an open :class:`Table`, which is used as it is.
         dtype: Dtype of the rows; None for that of the existing table, or torch's default for a new one.
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
-            beside each row. None for rows that are not trained, which take half the space.
+            beside each row. None if the rows will not be trained: a new table then takes half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
         **memory: ``memory_budget``, ``staging_bytes`` and ``config`` of :meth:`Table.open`. Ignored with an open table.
 
@@ -295,7 +296,7 @@ class EmbeddingOnDisk(RowsOnDisk):
         ValueError: If the existing table has another shape, dtype or other states, or the optimizer cannot train
             single rows.
         TypeError: For other arguments of torch's module, such as ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
-        OSError: From the drive.
+        OSError: If the drive cannot be read or written.
     """
 
     def __init__(
@@ -362,8 +363,8 @@ class Lookahead(Generic[Batch]):
     >>> for batch in Lookahead(loader, lambda batch: {users: batch.users, items: batch.items}):
     ...     train(batch)
 
-    Results are the same as without Lookahead: rows that are trained meanwhile reach the next batch. The memory budget of each
-    embedding needs room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
+    Results are the same as without Lookahead: the next batch uses the trained rows. The memory budget of each embedding needs
+    room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
 
     Args:
         loader: An iterable of batches, such as a DataLoader.

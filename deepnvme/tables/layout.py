@@ -55,7 +55,7 @@ def columns_of(dtype: torch.dtype, shape: Sequence[int], states: Mapping[str, St
     """Return the columns of a record: the values, and states after them.
 
     Raises:
-        ValueError: If a row would have no bytes, or more than a TiB; a size is negative, or a dtype quantized; or a state has the
+        ValueError: If a row would have no bytes, or more than a TiB; a size is negative, or a dtype quantised; or a state has the
             name of the values.
     """
     if VALUES in (states or {}):

@@ -8,9 +8,9 @@ Each commit ends an epoch. Each row of an updatable table has two versions on th
 3. ``reserved`` is on the drive before any version of an epoch up to it is written. A writer that finds ``reserved`` above
    ``committed`` follows a writer that crashed, and abandons the epochs between. So no epoch is used twice.
 4. A commit flushes the files of rows, then replaces the manifest, then flushes its directory. The replacement is the commit.
-5. ``prepared`` is this table's part of a commit of several tables. It is in force if the first table's last commit has the
-   same ``name``; the next writer of all these tables then makes it the last commit of the others. It is void once another
-   writer has changed a row.
+5. ``prepared`` is this table's part of a commit of several tables. It is valid if the first table's last commit has the same
+   ``name``; the next writer of all these tables then makes it the last commit of the others. It is void once another writer
+   has changed a row.
 
 6. The first of several directories has the manifest; the others are members, see :mod:`deepnvme.files.identity`. A writer
    takes a new identity before its first write.
@@ -58,7 +58,7 @@ class CorruptTable(OSError):
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Prepared:
-    """This table's part of a commit of several tables. It is in force once the first table has committed under the same name."""
+    """This table's part of a commit of several tables. It is valid once the first table has made a commit of the same name."""
 
     epoch: _Count
     name: str
@@ -68,7 +68,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Epochs:
-    """Which versions of rows are valid, and the name and attributes of the last commit."""
+    """Which versions of rows are valid, and the name and attributes of the last commit. Each commit ends an epoch."""
 
     committed: _Count
     """Epoch of the last commit; 0 before the first."""
@@ -81,12 +81,12 @@ class Epochs:
     name: str = ""
     """Name of the last commit, if it was made together with other tables; else ""."""
     prepared: Prepared | None = None
-    """A prepared commit of several tables, which is in force if the first table has made it; None if there is none."""
+    """A prepared commit of several tables, which is valid if the first table has made it; None if there is none."""
     identity: str = ""
-    """The identity of a table in several directories."""
+    """Random name that all directories of a table have, if it has several."""
 
     def adopt(self, prepared: Prepared) -> Epochs:
-        """Return these epochs after a prepared commit has become the last commit."""
+        """Return these epochs with ``prepared``, this table's part of a commit of several tables, as the last commit."""
         abandoned = []
         for first, last in self.abandoned:  # a new writer has abandoned it, without the other tables
             parts = ((first, min(last, prepared.epoch - 1)), (max(first, prepared.epoch + 1), last))
@@ -145,7 +145,7 @@ def save_manifest(layout: TableLayout, epochs: Epochs) -> None:
     """Write the manifest into the table's first directory, to stable storage. Blocks.
 
     Raises:
-        OSError: From the drive. Either the previous or the new manifest is in force then.
+        OSError: If the drive cannot be written. The table then has either the previous or the new manifest.
         ValueError: If JSON cannot hold the attributes, or the manifest would be too large.
     """
     said = _Fields(

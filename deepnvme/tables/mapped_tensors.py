@@ -43,7 +43,7 @@ def mapped_tensors(
         values: Returns rows ``begin`` to ``end`` of each tensor, on the CPU.
 
     Raises:
-        OSError: From the drive; ENOSPC before anything is written.
+        OSError: If the drive cannot be read or written; ENOSPC before anything is written.
     """
     row_bytes = [math.prod(shape) * dtype.itemsize for dtype, shape in columns]
     with contextlib.ExitStack() as stack:

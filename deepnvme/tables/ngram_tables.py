@@ -38,7 +38,7 @@ def open_ngram_tables(
 
     Args:
         path: A ``.safetensors`` file, an ``index.json`` of several, or a directory with one of these.
-        names: Regular expression that has to match a table's whole name. Tensors of one dimension are not tables.
+        names: Regular expression that must match a table's whole name. Tensors of one dimension are not tables.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory through which rows are read, for all tables together, shared equally. A table
             has at least 512 KiB, or two rows.

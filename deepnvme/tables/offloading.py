@@ -58,7 +58,7 @@ def offload_embeddings(
 
     Raises:
         ValueError: If the model is itself an embedding; or as :class:`EmbeddingOnDisk` raises.
-        OSError: From the drive. No module is replaced then; tables that were created stay.
+        OSError: If the drive cannot be read or written. No module is replaced then; tables that were created stay.
     """
     min_bytes = byte_count(min_bytes, "min_bytes")
     memory_budget = budget_bytes(memory_budget, "memory_budget")

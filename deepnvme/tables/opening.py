@@ -21,7 +21,7 @@ def find_layout(
 ) -> TableLayout:  # fmt: skip
     """Return the layout of the rows in a file.
 
-    The name of the file says what it is: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``), or raw rows.
+    The suffix of the file's name tells its kind: ``.npy``, a checkpoint (``.safetensors``, ``.pt``, ``.pth``), else raw rows.
 
     Args:
         path: The file.

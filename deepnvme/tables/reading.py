@@ -40,7 +40,7 @@ _FEWEST_PARTS = 2
 
 
 class RowsUnreadable(OSError):
-    """Raised if some rows could not be read. The message names the first of them; all other rows were delivered.
+    """Raised if some rows could not be read. The message names the first of them; all other rows were read.
 
     ``errno`` and ``filename`` are those of the drive's error.
     """
@@ -87,11 +87,11 @@ class RowRead:
 
     native: RowBatch
     keep: object
-    """The owner of the memory that rows are copied to, kept alive until all rows are delivered."""
+    """The owner of the memory that rows are copied to, kept alive until all rows are copied."""
     unstarted: dict[int, _PlannedPart] = field(default_factory=dict)
     """Parts of a prefetch whose read has not been started, by part number."""
     parts: list[_Part] = field(default_factory=list)
-    """Parts being read; delivered parts are removed.
+    """Parts being read. A part is removed once its rows are copied.
 
     Each part refers to this object: such a cycle would keep all its memory until the garbage collector runs.
     """
@@ -105,7 +105,7 @@ class RowRead:
         return not self.parts and not self.unstarted
 
     def abandon(self) -> None:
-        """Deliver no further rows: the caller may use the memory for something else from now on."""
+        """Copy no further rows: the caller may use the memory for something else from now on."""
         self.abandoned = True
         self.unstarted.clear()
 
@@ -161,7 +161,7 @@ class RowReader:
     def start(self, read: RowRead) -> None:
         """Copy the rows that are in the cache, and start reading the others.
 
-        Blocks while all staging memory is in use, and until parts of prefetches that contain the same rows have arrived.
+        Blocks while all staging memory is in use, and until parts of prefetches that contain the same rows are read.
 
         Raises:
             OSError: If a file cannot be read at all. The read is abandoned then.
@@ -224,11 +224,11 @@ class RowReader:
 
     @property
     def prefetching(self) -> bool:
-        """Whether any prefetch has parts that are not delivered yet."""
+        """Whether any prefetch has rows that are not in the cache yet."""
         return bool(self._prefetches)
 
     def next_prefetched(self) -> Future | None:
-        """Deliver one part of a prefetch that has been read, and start further parts. Does not wait for the drive.
+        """Copy one part of a prefetch that has been read to the cache, and start further parts. Does not wait for the drive.
 
         Returns:
             The read to wait for before the next call; None if no prefetch is left.
@@ -305,7 +305,7 @@ class RowReader:
         self.bytes_read += wanted.nbytes
 
     def _make_room(self) -> None:
-        """Wait until a part of staging memory is free: for one that has been read, or else the oldest."""
+        """If no part of staging memory is free, free one that has been read, or else wait for the oldest one."""
         while not self._staging.free:
             self._deliver(next((part for part in self._under_way if part.future.done()), self._under_way[0]))
 
@@ -334,7 +334,7 @@ class RowReader:
             self._staging.give_back(part.staging)
 
     def collect(self) -> None:
-        """Deliver all parts that have been read by now, of all reads and prefetches, and start further parts of prefetches."""
+        """Copy the parts that have been read to the cache and the callers' memory, then start further parts of prefetches."""
         for part in list(self._under_way):
             if part.future.done():
                 self._deliver(part)
@@ -342,7 +342,7 @@ class RowReader:
         self._start_prefetches()
 
     def finish(self, read: RowRead) -> None:
-        """Wait for all rows of a read. May be called without the lock, which is free while this waits."""
+        """Wait for all rows of a read. May be called without the lock, and does not hold the lock while it waits."""
         for part in list(read.parts):
             if not part.delivered:
                 with profiler_range("wait_rows"):
@@ -351,7 +351,7 @@ class RowReader:
                 self._deliver(part)
 
     def abandon(self, read: RowRead) -> None:
-        """Deliver no further rows of a read once this method returns. May be called without the lock."""
+        """Copy no further rows to a read's caller once this method returns. May be called without the lock."""
         with defer_interrupts(), self._lock:
             read.abandon()
 

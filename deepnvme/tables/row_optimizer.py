@@ -24,16 +24,16 @@ _ATTRIBUTE = "optimizer"
 class CommonCommits:
     """Commits several tables together, atomically.
 
-    First each table is prepared: its changes are on the drive, and its manifest says so. Then the tables are committed, the
-    first table first: its commit decides for all. A crash before this decision leaves each table at its last commit. After a
-    later crash, the next CommonCommits object for these tables finishes the remaining commits: it recognises them by the name
-    of the first table's commit. The constructor does that.
+    First each table is prepared: its changes are written to the drive, and its manifest records that. Then the tables are
+    committed, beginning with the first one, whose commit decides for all. A crash before that commit leaves each table at its
+    previous commit. After a later crash, the constructor of the next CommonCommits object for these tables finishes the remaining
+    commits, which it recognises by the name of the first table's commit.
 
     Args:
         tables: Opened ``writable``, with no row changed since then. The first table decides.
 
     Raises:
-        OSError: From the drive.
+        OSError: If the drive cannot be read or written.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -54,7 +54,7 @@ class CommonCommits:
             attributes: One mapping for each table, as for :meth:`Table.commit`.
 
         Raises:
-            OSError: From the drive. commit() may be called again.
+            OSError: If the drive cannot be read or written. commit() may be called again.
         """
         self.finish()
         name, noted = secrets.token_hex(8), [dict(each) for each in attributes]
@@ -70,11 +70,11 @@ class CommonCommits:
     def finish(self) -> None:
         """Finish a commit that failed or was interrupted after all tables were prepared. Blocks.
 
-        Must be called before rows are changed. The commit may be in force in some of the tables already. Does nothing if no
-        commit is unfinished.
+        Must be called before rows are changed. Some of the tables may have made the commit already. Does nothing if no commit is
+        unfinished.
 
         Raises:
-            OSError: From the drive. Call finish() again, or :meth:`rollback`.
+            OSError: If the drive cannot be read or written. Call finish() again, or :meth:`rollback`.
         """
         if self._unfinished is not None:
             self._commit(*self._unfinished)
@@ -85,7 +85,7 @@ class CommonCommits:
         If the first table has made an unfinished commit, that commit is finished first and is then the last commit.
 
         Raises:
-            OSError: From the drive. rollback() may be called again.
+            OSError: If the drive cannot be read or written. rollback() may be called again.
         """
         if self._unfinished is not None and commit_name(self._sessions[0]) == self._unfinished[0]:
             self.finish()
@@ -148,12 +148,12 @@ class RowOptimizer(torch.optim.Optimizer):
     Args:
         embeddings: A model, whose embeddings on a drive are trained unless they are frozen; or a list of embeddings; or
             groups of embeddings, as ``{"params": [embedding, ...], "lr": ...}``.
-        optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the one that the embeddings were made for.
+        optimizer: A class of torch.optim, or :class:`RowWiseAdagrad`; None for the optimizer that the embeddings were made for.
         **settings: Arguments of that class.
 
     Raises:
         ValueError: If there is no embedding to train, or the tables do not store the states that the optimizer needs.
-        OSError: From the drive. The constructor also finishes the commit of a process that was killed.
+        OSError: If the drive cannot be read or written. The constructor also finishes the commit of a process that was killed.
     """
 
     def __init__(
@@ -175,7 +175,10 @@ class RowOptimizer(torch.optim.Optimizer):
             self._continue(holder)
 
     def _with_holders(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter group with the gradient holders of the embeddings in ``group`` as its ``params``."""
+        """Return a copy of ``group`` whose ``params`` are the embeddings' gradient holders, the tensors that get the gradients.
+
+        Raises TypeError or ValueError for an embedding that cannot be trained.
+        """
         holders = []
         for embedding in group["params"]:
             if not isinstance(embedding, RowsOnDisk):
@@ -216,8 +219,8 @@ class RowOptimizer(torch.optim.Optimizer):
             What the closure returned; None without one.
 
         Raises:
-            OSError: From the drive, such as RowsUnreadable. Some rows may be changed: call :meth:`rollback`. Also if a
-                commit has failed halfway and cannot be finished yet: no row is changed then.
+            OSError: If the drive cannot be read or written, such as RowsUnreadable. Some rows may be changed: call
+                :meth:`rollback`. Also if an earlier commit has failed and still cannot be finished: no row is changed then.
             RuntimeError: If an earlier step failed or was interrupted, until :meth:`rollback`; or if a gradient is not sparse.
                 No row is changed then.
         """
@@ -284,8 +287,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def commit(self, attributes: Mapping[str, Any] | None = None) -> None:
         """Commit the changes of all tables so far, together with the number of steps. Blocks until they are on stable storage.
 
-        After a crash, and once a new optimizer of these tables was made, all tables are at this commit, or all at the previous
-        one.
+        If the process crashes, the next optimizer made for these tables finds all of them at this commit, or all at the previous
+        commit.
 
         Args:
             attributes: Stored with the commit and returned by :attr:`attributes`, such as a position in the data: anything that
@@ -293,9 +296,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: For attributes named "optimizer".
-            OSError: From the drive, such as ENOSPC. commit() may be called again. Until a commit() or a step has
-                succeeded, do not change rows by :meth:`Table.write` or a module's ``load_state_dict``: these do not finish
-                the commit first, so their changes might become part of a commit that only some of the tables have.
+            OSError: If the drive cannot be read or written (ENOSPC and others). commit() may be called again. Until a commit() or
+                a step has succeeded, do not change rows by :meth:`Table.write` or a module's ``load_state_dict``. These do not
+                finish the failed commit first, so their changes might become part of a commit that only some tables have.
             RuntimeError: After a step that has failed.
         """
         self._check_whole()
@@ -325,7 +328,7 @@ class RowOptimizer(torch.optim.Optimizer):
         on the drive until the tensors are garbage-collected.
 
         Raises:
-            OSError: From the drive, such as ENOSPC.
+            OSError: If the drive cannot be read or written (ENOSPC and others).
         """
         packed = super().state_dict()
         for number, trained in self._numbered():
@@ -353,7 +356,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: If the states have other shapes or names; nothing is changed then.
-            OSError: From the drive: call :meth:`rollback`.
+            OSError: If the drive cannot be read or written. Call :meth:`rollback` then.
             RuntimeError: After a step that has failed.
         """
         states = state_dict["state"]
@@ -411,7 +414,7 @@ def _load_rows(trained: _Trained, given: Mapping[str, torch.Tensor] | None) -> N
 
 
 def _groups_of(embeddings: nn.Module | Iterable[nn.Module | dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups of the embeddings on a drive. Raises ValueError if there are none."""
+    """Yield parameter groups of the embeddings that are on a drive. Raises ValueError if there are none."""
     if isinstance(embeddings, nn.Module):
         embeddings = [each for each in embeddings.modules() if isinstance(each, RowsOnDisk) and each.trained]
     given = list(embeddings)

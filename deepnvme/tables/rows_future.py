@@ -23,7 +23,7 @@ _HUGE_FROM = 4 << 20
 
 
 def check_integers(ids: torch.Tensor) -> None:
-    """Raise TypeError if row numbers are no integers."""
+    """Raise TypeError if row numbers are not integers."""
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, got {ids.dtype}")
 
@@ -108,7 +108,7 @@ class RowsFuture:
             raise
 
     def read_now(self) -> RowsUnreadable | None:
-        """Start reading, and wait for the rows. Returns the error if some could not be read."""
+        """Start reading, and wait for the rows. Returns the error if some rows could not be read, else None."""
         try:
             self._start()
             return self._wait()
@@ -129,10 +129,10 @@ class RowsFuture:
         return read is None or all(part.future.done() for part in list(read.parts))
 
     def result(self) -> torch.Tensor:
-        """Wait for the rows, and return them: ``ids.shape + table.row_shape``. The same tensor each time.
+        """Wait for the rows, and return them as a tensor of shape ``ids.shape + table.row_shape``, the same one each time.
 
         Raises:
-            RowsUnreadable: If some could not be read.
+            RowsUnreadable: If some rows could not be read.
         """
         if self._session is not None:
             failure = self._wait()
@@ -152,7 +152,11 @@ class RowsFuture:
             reader.start(self._read)
 
     def _wait(self) -> RowsUnreadable | None:
-        """Wait for the rows, and read them again if a write may have mixed old and new bytes in them."""
+        """Wait for the rows, reading them again if they may mix old and new bytes because of a write.
+
+        Returns:
+            The error if some rows could not be read; else None.
+        """
         session = self._session
         assert session is not None
         while True:
@@ -165,7 +169,7 @@ class RowsFuture:
             self._start()
 
     def _abandon(self) -> None:
-        """Stop delivering rows, so that the caller may use the memory for something else."""
+        """Copy no further rows to the caller's memory, so that the caller may use it for something else."""
         if self._session is not None and self._read is not None and self._pid == os.getpid():
             self._session.reader.abandon(self._read)
 

@@ -81,14 +81,14 @@ class TableStats(ReportFigures):
 
 
 class BackgroundThread:
-    """Delivers prefetched rows as they arrive, starts further prefetch reads, and writes changed rows.
+    """Copies prefetched rows to the cache once they are read, starts further prefetch reads, and writes changed rows.
 
     The thread runs only while there is work. It waits for the drive without holding the table's lock. It has references to
     the table's reader and writer, but not to the table. It is a daemon thread: the interpreter does not wait for it at exit.
 
     Args:
         lock: The table's lock.
-        reader: Starts and delivers prefetches.
+        reader: Starts and finishes prefetches.
         writer: Writes changed rows; None for a read-only table.
     """
 
@@ -186,7 +186,7 @@ class TableSession:
             raise
 
     def _lock_rows(self, writable: bool) -> Epochs:
-        """Lock the rows of a table, unless nobody can change them, and return the epochs of the last commit."""
+        """Lock the rows of a table, unless the table can never be changed, and return the epochs of the last commit."""
         owner = DirectoryOwner("Table", _LOCKED_REMEDY)
         for path in self.layout.files if self.layout.updatable else ():
             if writable:  # which also tells others who the writer is
@@ -245,13 +245,13 @@ class TableSession:
 
         Raises:
             ValueError: After :meth:`close`.
-            OSError: From the drive.
+            OSError: If the drive cannot be read or written.
         """
         self._check_usable()
         return self.reader
 
     def writer_here(self) -> RowWriter:
-        """Return the writer. Raises ValueError after :meth:`close`, and PermissionError if the table was opened to be read."""
+        """Return the writer. Raises ValueError after :meth:`close`, and PermissionError if the table was opened read-only."""
         self._check_usable()
         if self.writer is None:
             text = f"the table '{self.layout.files[0].parent}' was opened to be read: open it with writable=True"
@@ -320,7 +320,7 @@ _sessions: weakref.WeakSet[TableSession] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Replace the locks in a forked child: nobody there would release a lock that another thread of the parent held."""
+    """Replace the locks in a forked child: a lock that another thread of the parent held would never be released there."""
     for session in _sessions:
         session.lock = threading.RLock()
 

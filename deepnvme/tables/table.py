@@ -112,9 +112,10 @@ class Table:
             config: Settings of the engine; None for the profile of the drive.
 
         Raises:
-            FileExistsError: If there is a table already, or a killed process has left the rows of one.
+            FileExistsError: If there is a table already, or rows left by a killed process.
             ValueError: For a row shape without bytes, or if ``values`` returns another shape or dtype.
-            OSError: From the drive; ENOSPC before anything is written if there is too little space. All files are removed then.
+            OSError: If the drive cannot be read or written. ENOSPC, if there is too little space, comes before anything is
+                written. All files are removed then.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
         staging_bytes = byte_count(staging_bytes, "staging_bytes")
@@ -176,7 +177,7 @@ class Table:
 
         Raises:
             FileNotFoundError: If there is no such file or table.
-            StoreLocked: If a writer has the table open, which the message names; or with ``writable``, if readers have. Tables
+            StoreLocked: If a writer has the table open or, with ``writable``, readers have; the message names the holder. Tables
                 that are no longer referenced are garbage-collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
             ValueError: For directories that are not those of one table, in its order; a file whose rows are not contiguous; a
@@ -333,7 +334,7 @@ class Table:
         Raises:
             IndexError, TypeError, ValueError: As for :meth:`read`; nothing is changed then.
             PermissionError: If the table was not opened ``writable``.
-            OSError: From the drive, also if a row changed earlier could not be written. Some of these rows may be changed.
+            OSError: If the drive cannot be read, or rows changed earlier cannot be written. Some of these rows may be changed.
         """
         numbers = checked_ids(ids, self.rows)
         _require(rows, (*numbers.shape, *self.row_shape), self.dtype, "rows")
@@ -411,9 +412,9 @@ class Table:
 
         Raises:
             PermissionError: If the table was not opened ``writable``.
-            OSError: From the drive, such as ENOSPC. The previous commit is still the last one; the changes are still in memory,
-                and commit() may be called again. If a flush failed, changes may be lost, and each commit() raises the flush's
-                error until :meth:`rollback`.
+            OSError: If the drive cannot be read or written (ENOSPC and others). The previous commit is still the last one, the
+                changes are still in memory, and commit() may be called again. If a flush failed, changes may be lost, and each
+                commit() raises the flush's error until :meth:`rollback`.
         """
         with self.session.lock:
             return self.session.writer_here().commit(attributes)
@@ -434,7 +435,7 @@ class Table:
         """Close the files. Uncommitted changes are lost. Idempotent.
 
         Raises:
-            OSError: From the drive. The table is closed nevertheless.
+            OSError: If the drive cannot be read or written. The table is closed nevertheless.
         """
         self.session.close()
 

@@ -92,7 +92,7 @@ class RowWriter:
             records: New records: uint8 of shape (rows, bytes of a record), contiguous.
 
         Raises:
-            OSError: From the drive. Some rows may have been changed then.
+            OSError: If the drive cannot be read or written. Some rows may have been changed then.
         """
         self.prepared = None
         self._flushed = False
@@ -255,9 +255,9 @@ class RowWriter:
         self._flushed = True
 
     def prepare(self, name: str, attributes: Mapping[str, Any]) -> None:
-        """Flush all changes, and note in the manifest that this table is ready for a commit of several tables. Blocks.
+        """Flush all changes, and record in the manifest that this table is ready for a commit of several tables. Blocks.
 
-        :meth:`commit` then only has to replace the manifest. After a crash, the next writer has the commit as :attr:`prepared`.
+        :meth:`commit` then only has to replace the manifest. After a crash, the next writer finds the commit in :attr:`prepared`.
 
         Raises:
             OSError: As :meth:`commit` does.
@@ -278,9 +278,9 @@ class RowWriter:
             The number of the commit.
 
         Raises:
-            OSError: From the drive. The previous commit is still the last one, all changes are still in memory, and
-                commit() may be called again. If a flush failed, changes may be lost, and every commit raises the flush's
-                error until :meth:`rollback`.
+            OSError: If the drive cannot be read or written. The previous commit is still the last one, all changes are still in
+                memory, and commit() may be called again. If a flush failed, changes may be lost, and every commit raises the
+                flush's error until :meth:`rollback`.
         """
         self.flush()
         attributes = self.epochs.attributes if attributes is None else copy.deepcopy(dict(attributes))
@@ -297,7 +297,7 @@ class RowWriter:
         return self.epochs.committed
 
     def adopt_prepared(self) -> None:
-        """Make the prepared commit the table's last commit. Blocks. After an OSError, call it again."""
+        """Finish the commit in :attr:`prepared`: it becomes the table's last commit. Blocks. After an OSError, call it again."""
         assert self.prepared is not None
         self._reader.finish_all()
         adopted = self.epochs.adopt(self.prepared)

@@ -32,7 +32,7 @@ def representation(thing: object, *parts: Callable[[], str]) -> str:
 
 
 def size_for_people(nbytes: ByteCount) -> str:
-    """Return a number of bytes in powers of 1024: "0 bytes", "16 MiB", "1.5 GiB". One given as text stays as it is."""
+    """Return a number of bytes in powers of 1024: "0 bytes", "16 MiB", "1.5 GiB". A text is returned unchanged."""
     if isinstance(nbytes, str):
         return repr(nbytes)
     value, unit = float(nbytes), 0

@@ -26,7 +26,7 @@ class WriteEstimate(ReportFigures):
     bytes_per_step: int
     """Bytes that each step writes, or each save of a :class:`deepnvme.CheckpointManager`."""
     most_bytes_per_step: int
-    """Upper bound of ``bytes_per_step``: includes what is written only if it does not fit into memory."""
+    """Upper bound of ``bytes_per_step``: includes data that is written only if it does not fit into memory."""
     bytes_once: int
     """Bytes written once, in addition to those of the steps."""
 

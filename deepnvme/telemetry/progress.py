@@ -143,7 +143,7 @@ class _Line:
         self._write(f"{self._what}: {figures}")
 
     def _write(self, text: str) -> None:
-        """Replace the line's text, cut to the width of the terminal: what wraps could not be replaced."""
+        """Replace the line's text, cut to the width of the terminal, since a wrapped line could not be replaced."""
         text = text[: shutil.get_terminal_size().columns - 1]
         print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
         self._width = len(text)

@@ -12,11 +12,11 @@ class ReportFigures:
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
         """Return all numbers of the report, fields and properties, by name.
 
-        The numbers of a report within this one are included, with the name of its field in front: ``activations_bytes_read``.
-        Values that are no numbers, unknown (None) or mappings are left out.
+        The numbers of a report in a field of this one are included under the field's name and theirs: ``activations_bytes_read``.
+        Other values, such as strings, mappings and None (unknown), are left out.
 
         Args:
-            prefix: Put in front of all names.
+            prefix: Prepended to all names.
         """
         fields = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # a subclass is a dataclass
         classes = reversed(type(self).__mro__)

@@ -41,7 +41,7 @@ def byte_count(value: ByteCount, name: str, least: int | None = 0) -> int:
 
     Raises:
         TypeError: If ``value`` is neither a whole number nor a text.
-        ValueError: If ``value`` is a text that is no size, or less than ``least``.
+        ValueError: If ``value`` is a text that is not a size, or is less than ``least``.
     """
     found = _whole_bytes(value, name)
     if least == 0 and found < 0:

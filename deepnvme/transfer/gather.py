@@ -12,15 +12,15 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool, Lease
 
 DIRECT_FROM = 512 << 10
-"""Bytes from which a piece of memory is worth a transfer of its own. Smaller pieces are copied together with their neighbours."""
+"""Least bytes of a piece of memory that gets its own transfer. Smaller pieces are copied together with their neighbours."""
 CHUNK = 4 << 20
-"""Size of a chunk in bytes: the most that is gathered for one transfer."""
+"""Bytes of a chunk: most bytes that are gathered for one transfer."""
 _CHUNKS = 4
 """Most chunks leased at a time: three keep a drive busy while the fourth is filled, or copied from."""
 
 
 class Transfers:
-    """Several transfers as one, in the order in which they were started. A lease can be released after all of them.
+    """Several transfers combined into one, in the order in which they were started. A lease can be released after all of them.
 
     Args:
         futures: Transfers that were started already.
@@ -87,7 +87,7 @@ class Chunk:
         return self.lease.buffer
 
     def release(self) -> None:
-        """Give the memory back to the pool when the transfers have ended. Never blocks. Idempotent."""
+        """Return the memory to the pool once the transfers have ended. Never blocks. Idempotent."""
         self.lease.release(after=self.transfers)
 
 
@@ -150,7 +150,7 @@ class ChunkRing:
         return chunk.buffer[start : chunk.used]
 
     def sent(self, futures: Iterable[Future]) -> None:
-        """Keep the memory last returned by :meth:`memory` from being reused until these transfers have ended."""
+        """Record the transfers of the memory that :meth:`memory` returned last: it is not reused until they have ended."""
         self._chunks[-1].transfers.add(futures)
 
     def release(self) -> None:

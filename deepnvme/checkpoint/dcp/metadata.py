@@ -91,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the object for a name in the pickle.
 
-        That is a class of ``_RECORDS``, a dtype, a stand-in for a function or an enumeration, or an object that the user has
+        The object is a class of ``_RECORDS``, a dtype, a stand-in for a function or an enumeration, or one that the user has
         allowed.
 
         Raises _Refused for any other name.

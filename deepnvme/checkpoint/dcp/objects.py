@@ -25,7 +25,7 @@ def check_object(path: Path, item: str, value: io.BytesIO) -> None:
         value: Bytes that ``torch.save`` should have written.
 
     Raises:
-        UnpicklingError: If ``weights_only`` does not allow the item, or the bytes are no archive. Names what was refused.
+        UnpicklingError: If ``weights_only`` does not allow the item (names what was refused), or the bytes are not an archive.
         CorruptCheckpoint: If the archive or its pickle is damaged, or the pickle could end the process: torch's
             ``weights_only`` unpickles tuples nested to any depth, and hashing these recurses in C.
     """

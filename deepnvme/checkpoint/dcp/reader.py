@@ -66,13 +66,13 @@ class NVMeReader(FileSystemReader):
     >>> dcp.load(state_dict, storage_reader=NVMeReader(path))
 
     It reads the checkpoints of :class:`NVMeWriter` and of torch's writer. A requested part of a tensor is read directly
-    into its target on the CPU or a CUDA device if dtype and bytes are the same in the file as in the target. For other
-    parts, the bytes from the first to the last element are read into a buffer, and the elements are copied.
+    into its target, on the CPU or a CUDA device, if both have the same dtype and both are contiguous. For any other part,
+    the file's bytes from its first to its last element are read into a buffer, from which its elements are copied or cast.
 
     Memory beyond the state: 16 MiB leased from the process's pool, and 64 MiB or the largest part that has to be copied.
 
-    ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, that has an AssertionError with the
-    text in place of an error from reading the metadata; :meth:`read_metadata` itself raises the original.
+    ``dcp.load`` wraps the errors below in a CheckpointException. Since torch 2.9, it replaces an error from reading the
+    metadata by an AssertionError with the same text; :meth:`read_metadata` itself raises the original error.
 
     Args:
         path: Directory of the checkpoint.
@@ -88,13 +88,13 @@ class NVMeReader(FileSystemReader):
     Raises:
         RuntimeError: From the constructor, if TORCH_FORCE_WEIGHTS_ONLY_LOAD and
             TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set.
-        CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found. Also for a
-            quantized or sparse tensor, which torch's reader reads.
+        CorruptCheckpoint: If a file is damaged. Names the file and the item, with the bytes expected and found. Also for
+            quantised and sparse tensors, which torch's reader supports and this one does not.
         OSError: If a file cannot be opened (FileNotFoundError and others) or read. ESTALE if another checkpoint was saved
             over this one meanwhile; some tensors may then have the values of the other checkpoint.
-        UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata hold more than torch's writer puts
-            there.
-        ValueError: If a part is requested that a saved tensor does not have; or for an item written with extensions.
+        UnpicklingError: If an item is not allowed by ``weights_only``, or the metadata refer to classes that torch's writer
+            does not use.
+        ValueError: If a requested part is outside the saved tensor; or for an item written with torch's stream extensions.
     """
 
     _metadata_read: tuple[Path, file_io.Version] | None = None
@@ -116,7 +116,7 @@ class NVMeReader(FileSystemReader):
             **kwargs: ``rank``, with torch 2.9 and later: read the metadata of that rank alone. Others are ignored.
 
         Raises:
-            UnpicklingError: If the metadata hold more than torch's writer puts there.
+            UnpicklingError: If the metadata refer to classes that torch's writer does not use.
             CorruptCheckpoint: If the file is damaged.
             OSError: If the file cannot be read.
         """
@@ -226,7 +226,7 @@ def _fill(path: Path, wanted: Sequence[RequestedPart], planner: LoadPlanner, eng
     to_copy = 0
 
     def end() -> None:
-        """Read all pending parts, copy the parts in buffers into their targets, and tell the planner. Blocks."""
+        """Read all pending parts, copy buffered parts into their targets, and report all to the planner. Blocks."""
         memory = [file_io.FileSlice(each.offset, flat_bytes(to) if buffer is None else buffer) for _, each, to, buffer in pending]
         file_io.read([each for each in memory if each.nbytes], path, engine, buffer_pool())
         for request, elements, target, buffer in pending:

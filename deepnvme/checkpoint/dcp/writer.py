@@ -62,7 +62,7 @@ class NVMeWriter(FileSystemWriter):
 
     Each rank writes ``thread_count`` files, as with torch, but one after the other: each at the speed of the drive.
 
-    Memory beyond the state: 16 MiB leased from the process's pool, and copies of tensors whose elements are not dense in memory.
+    Memory beyond the state: 16 MiB leased from the process's pool, and copies of tensors whose elements have gaps in memory.
 
     Errors are OSErrors naming the file; ENOSPC is raised before a byte of the file is written. ``dcp.save`` wraps them in a
     CheckpointException.
@@ -75,8 +75,8 @@ class NVMeWriter(FileSystemWriter):
         **kwargs: As for ``FileSystemWriter``.
 
     Raises:
-        ValueError: For extensions and the safetensors format, and, from saving, for quantized and sparse tensors: torch's own
-            writers have them.
+        ValueError: For torch's stream extensions and the safetensors format and, from saving, for quantised and sparse tensors.
+            Only torch's own writers support these.
     """
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, config: AioConfig | None = None, **kwargs: Any) -> None:
@@ -154,8 +154,8 @@ class NVMeWriter(FileSystemWriter):
     def _files_before(self, metadata_file: Path) -> set[str]:
         """Return the names of the files of an earlier checkpoint in the directory, and of failed attempts to replace it.
 
-        The old metadata file is not unpickled, since anybody may have put it there. A file belongs to the old checkpoint if its
-        name has the form of such a file and occurs among the bytes of the metadata file.
+        The old metadata file is not unpickled, since it is not trusted. A file belongs to the old checkpoint if its name has the
+        form of such a file and occurs among the bytes of the metadata file.
         """
         mine = "__" if metadata_file.name == ".metadata" else f"__{self.rank}_"
         found = [_NAME.fullmatch(entry.name) for entry in Path(self.path).iterdir() if entry.name.startswith(mine)]

@@ -1,7 +1,7 @@
 """Archives of single tensors, as ``torch.save`` writes them into distributed checkpoints.
 
-There are thousands of them. For one dtype, shape and strides all archives are equal except for the bytes of the storage. So the
-bytes around the storage are made once for each shape, and an archive is examined once for each shape.
+A checkpoint has thousands of them. Archives of tensors with the same dtype, shape and strides differ only in the bytes of the
+storage. So the bytes around the storage are made once for each such kind, and one archive of each kind is examined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def memory_of_item(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor with the same elements and no gaps in memory: the tensor itself if it has no gaps, otherwise a copy.
 
     Returns:
-        The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantized one.
+        The tensor, on the CPU or a CUDA device. None for a tensor that is more than its elements, such as a quantised one.
     """
     tensor = tensor.detach()
     if tensor.device.type not in ("cpu", "cuda"):
@@ -52,7 +52,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes of a tensor's archive before and after the tensor's own bytes, for a tensor without gaps in memory."""
+    """Return the bytes before and after a tensor's own bytes in the archive that ``torch.save`` writes for that tensor.
+
+    The tensor's elements must fill a contiguous range of memory, in any order.
+    """
     like = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")  # cheap: no page of a large one is touched
     storage = like.untyped_storage()
     image = pt_image(like, 2, False, alignment=_ALIGNMENT)
@@ -74,9 +77,9 @@ _LONG_HEAD = 64 << 10
 
 
 class KnownArchives:
-    """The archives examined so far, by which others of the same dtype, shape and strides are recognised.
+    """Archives of ``torch.save`` examined so far. An archive with the same length and first bytes is not examined again.
 
-    An archive is recognised by its length and its first bytes.
+    Archives of tensors with the same dtype, shape and strides have the same length and first bytes.
     """
 
     def __init__(self) -> None:

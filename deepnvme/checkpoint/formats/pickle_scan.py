@@ -28,7 +28,7 @@ DEEPEST = 10_000
 def is_plain(stream: bytes) -> bool:
     """Return whether unpickling looks at no storage's contents, so that they may be read afterwards.
 
-    False if that is not known, as of a pickle of protocol 4, which takes names from its stack.
+    False if that is not known, as for a pickle of protocol 4, which takes names from its stack.
     """
     names = load_async_io().checkpoint.pickle_walk(stream, DEEPEST)[-1]
     return names is not None and all(_is_plain_name(*name.decode(errors="replace").split("\n", 1)) for name in names)
@@ -44,10 +44,9 @@ def _is_plain_name(module: str, name: str) -> bool:
 def refusal_reason(stream: bytes) -> str | None:
     """Return why a pickle must not be unpickled ("is cut off ..."), or None if it may be.
 
-    A pickle is refused if no pickler writes such a pickle and unpickling it could take minutes or gigabytes, or end the
-    process: nesting deeper than DEEPEST, a memo index beyond the pickle's own size, very many objects outside the memo or
-    memo entries that no pickler makes, setting attributes of a class or a function for the whole process, or a pickle
-    that is cut off.
+    A pickle is refused if no pickler writes it, and unpickling it could take minutes or gigabytes, or end the process. Reasons:
+    nesting deeper than DEEPEST, a memo index beyond the pickle's own size, very many objects outside the memo, memo entries that
+    no pickler makes, setting attributes of a class or a function for the whole process, or the end is cut off.
     """
     walk = load_async_io().checkpoint.pickle_walk
     nesting, unregistered, largest_memo_index, changes_globals, complete, _ = walk(stream, DEEPEST, _MOST_UNREGISTERED)

@@ -41,13 +41,12 @@ def pt_image(
     Args:
         obj: Any object that pickles.
         protocol: Pickle protocol.
-        checksum: Whether the archive has the CRC-32 of each storage, or 0 in its place. True for all storages, False for
-            none. None for storages on the CPU, unless ranks save together: these cost little, because
-            :func:`add_checksums` computes them while the image is written. With True, all others are computed here, which
-            blocks. If ``checksum`` is None and ``torch.serialization.set_crc32_options(False)`` was called, all records
-            have 0, as in torch.save's files.
-        across: Given if several ranks save one object with DTensors together: makes every rank write the same pickle. The
-            image then has this rank's part of the DTensors.
+        checksum: Whether the archive has the CRC-32 of each storage, or 0 instead. True: of all storages. False: of none.
+            None: of storages on the CPU, unless ranks save together. :func:`add_checksums` computes the checksums of storages
+            on the CPU while the image is written, at little cost. With True, the others are computed here, which blocks. With
+            None, after ``torch.serialization.set_crc32_options(False)``, all records have 0, as in torch.save's files.
+        across: State by which several ranks that save one object with DTensors write the same pickle. The image then has this
+            rank's part of the DTensors. None if this process saves alone.
         alignment: Each storage begins at a multiple of this many bytes.
 
     Raises:
@@ -87,7 +86,7 @@ def pt_image(
 def _image(
     text: bytes, headers: array[int], paddings: array[int], contents: list[bytes | torch.UntypedStorage | Sharded]
 ) -> FileImage:
-    """Return the image of an archive with the records ``contents``. ``zip_layout`` has returned the other arguments."""
+    """Return the image of an archive with the records ``contents``. The other arguments are results of ``zip_layout``."""
     image, unused, first = FileImage(), io.BytesIO(text), 0
     for kind, run in itertools.groupby(contents, type):
         data: list[Any] = list(run)

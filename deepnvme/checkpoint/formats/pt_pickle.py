@@ -61,7 +61,7 @@ class _References:
         self.storages: list[UntypedStorage | Sharded] = []
         self._keys: dict[object, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        """By address of the storage: torch.load cannot give one storage two dtypes, and torch.save refuses to write that."""
+        """Dtype of each storage, by the storage's address: torch.load cannot read one storage with two dtypes."""
         self._locations: dict[torch.device, str] = {}
         self._location_of = location_tag if across is None else across.location
 
@@ -88,7 +88,7 @@ class _References:
         return "storage", _storage_class(dtype), key, location, numel
 
     def whole_tensor(self, tensor: torch.Tensor, shard: Sharded, hooks: object) -> Any:
-        """Return what the pickle says of a DTensor: how to rebuild it as a whole, contiguous tensor."""
+        """Return the function and arguments by which the pickle rebuilds a DTensor as a whole, contiguous tensor."""
         if tensor.dtype not in _ITEMSIZES:
             raise TypeError(f"a DTensor of {tensor.dtype} cannot be saved by shards: save its full_tensor()")
         storage = _Reference(self.reference(shard, tensor.dtype, tensor.numel()))
@@ -102,8 +102,8 @@ def pickled(obj: object, protocol: int, across: JointPickling | None = None) -> 
     Args:
         obj: Any object that pickles.
         protocol: Pickle protocol.
-        across: Given if several ranks save the object together: makes every rank write the same pickle, in which each
-            DTensor is a whole tensor.
+        across: State by which several ranks that save the object together write the same pickle, in which each DTensor is a
+            whole tensor. None if this process saves alone.
 
     Raises:
         RuntimeError: If one storage is used with two dtypes, which torch.load cannot read.
@@ -154,7 +154,7 @@ Place = Callable[[str, int, str], UntypedStorage]
 
 
 def unpickled(stream: bytes, place: Place, weights_only: bool, map_location: Any = None, **options: Any) -> Any:
-    """Return the object that a pickle of ``torch.save`` describes, as ``torch.load`` makes it, over storages of the caller.
+    """Return the object of a pickle of ``torch.save``, as ``torch.load`` does, but with storages that ``place`` provides.
 
     Args:
         stream: The pickle.
@@ -182,7 +182,7 @@ def unpickled(stream: bytes, place: Place, weights_only: bool, map_location: Any
 
     class Unpickler((_weights_only_unpickler if weights_only else pickle).Unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
-            """Return a stand-in with the dtype for a storage class, and anything else under the name that it has today."""
+            """Return a stand-in with the dtype for a storage class; else the object under its present name in torch."""
             if "Storage" in name:
                 with contextlib.suppress(KeyError):
                     return StorageType(name)  # type: ignore[no-untyped-call]

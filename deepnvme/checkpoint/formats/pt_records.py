@@ -24,7 +24,7 @@ from .zip_directory import LOCAL_HEADER, BadDirectory, Record, data_of, entries
 
 
 class CorruptCheckpoint(OSError):
-    """A file is damaged, cut off, or no checkpoint. An OSError (EBADMSG) whose message says which part is damaged.
+    """A file is damaged, cut off, or not a checkpoint. An OSError (EBADMSG) whose message says which part is damaged.
 
     Args:
         path: The file.
@@ -96,7 +96,7 @@ class StoragePlaces:
 
 
 class UnreadStorages:
-    """Storages that take up addresses but no memory, and by whose addresses their bytes in the file are found.
+    """Storages with addresses but without memory. Their addresses tell where their bytes are in the file.
 
     Args:
         path: The file.
@@ -193,7 +193,7 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
     """Return the data of a stored record. Blocks.
 
     Raises:
-        CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if it has other bytes than were saved.
+        CorruptCheckpoint: If the record is damaged or cut off. WrongChecksum if its bytes differ from those that were saved.
     """
     with open_regular(path) as file:
         offset = _data_offset(path, file, record)
@@ -205,12 +205,12 @@ def read_record(path: str | os.PathLike[str], record: Record) -> bytes:
 
 
 def check_pickle(path: str | os.PathLike[str], found: PtRecords) -> bytes:
-    """Return the pickle, after a check before it is unpickled: its checksum, and that unpickling wastes no memory or time.
+    """Return the pickle, after checking its checksum, and that unpickling it would not waste memory or time.
 
     The pickle of an archive with deflated records, which torch reads, is neither checked here nor returned.
 
     Raises:
-        CorruptCheckpoint: If the bytes are not those that were saved, or are not what a pickler writes, see
+        CorruptCheckpoint: If the bytes differ from those that were saved, or no pickler writes them: see
             :func:`refusal_reason`.
     """
     stream = read_record(path, found.pickle) if found.stored else b""

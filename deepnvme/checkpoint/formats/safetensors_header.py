@@ -98,7 +98,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Elements]:
     """Read the header of a safetensors file and return its tensors by name, in the order of the file. Blocks.
 
     Raises:
-        CorruptCheckpoint: If the header is damaged, or the file does not have all bytes of the tensors and no others.
+        CorruptCheckpoint: If the header is damaged, or the file has fewer or more bytes than the tensors.
         OSError: If the file cannot be read.
     """
     with open_regular(path) as file:
@@ -219,7 +219,7 @@ def _elements(name: str, field: Any, data: int) -> Elements:
 def _index(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
     """Read an index file and return its JSON object.
 
-    Raises OSError, or CorruptCheckpoint with a message that says what was ``expected``.
+    Raises OSError if the file cannot be read; CorruptCheckpoint, with a message that begins with ``expected``, if it is not JSON.
     """
     try:
         index = _parsed(read_regular(path, LONGEST_HEADER))
@@ -239,7 +239,7 @@ def read_offload_index(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]
         The entries of the index, by the weight's name. The fields of an entry are strings, such as its dtype, and a shape.
 
     Raises:
-        CorruptCheckpoint: If the file is anything else, or larger than 100 MB.
+        CorruptCheckpoint: If the file is not such an index, or is larger than 100 MB.
         OSError: If the file cannot be read. Names the file.
     """
     index = _index(path, "it is no index of offloaded weights")

@@ -41,7 +41,7 @@ class JointPickling:
 
     def __init__(self) -> None:
         self._shards: dict[Any, tuple[Sharded, torch.Tensor]] = {}
-        """Results of :meth:`shard_of`, each with the local tensor of its key, kept so that no other can get the same key."""
+        """Results of :meth:`shard_of` by key. The local tensors are kept, so that no other tensor can get the same key."""
         self._locations: dict[str, str] = {}
 
     def shard_of(self, tensor: torch.Tensor) -> Sharded | None:
@@ -68,7 +68,7 @@ class JointPickling:
     def location(self, storage: torch.UntypedStorage) -> str:
         """Return the location tag of a storage ("cpu", "cuda:0"), with its device renumbered.
 
-        Each rank uses other devices. So they are numbered in the order in which they occur in the object.
+        Devices are numbered in the order in which they occur in the object, since each rank uses different devices.
         """
         tag: str = location_tag(storage)
         kind, colon, _ = tag.partition(":")
@@ -79,7 +79,7 @@ class JointPickling:
 
 
 def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
-    """Return the bytes of a DTensor that this rank writes. Of ranks with replicas of the same bytes the first writes them."""
+    """Return the bytes of a DTensor that this rank writes. If several ranks have the same bytes, the first one writes them."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -107,10 +107,10 @@ def _shard_of(tensor: DTensor, local: torch.Tensor) -> Sharded:
 
 
 def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list[Span]:
-    """Return the part ``index`` of ``count`` of a dimension's spans, as torch shards the dimension.
+    """Divide a dimension's spans into ``count`` parts, as torch shards the dimension, and return part ``index``.
 
-    One contiguous part, or, for a strided shard, ``split`` pieces spread over the spans. Raises ValueError if the pieces
-    of a strided shard would be uneven.
+    The part is contiguous within the spans or, for a strided shard, ``split`` pieces spread over them. Raises ValueError if the
+    pieces of a strided shard would be uneven.
     """
     total = sum(end - begin for begin, end in spans)
     if split > 1 and total % (count * split):
@@ -127,7 +127,7 @@ def part_of_spans(spans: list[Span], count: int, index: int, split: int) -> list
 
 
 def taken(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
-    """Return elements [begin, end) of the spans, counted as if the spans were joined, again as spans."""
+    """Return the parts of ``spans`` that hold elements ``begin`` to ``end``, counted through all spans one after the other."""
     parts, before = [], 0
     for first, last in spans:
         low, high = max(first, first + begin - before), min(last, first + end - before)

@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> str | None:
-        """Key by which the pickle refers to this storage. None for a record that is no storage."""
+        """Key by which the pickle refers to this storage. None for a record that is not a storage."""
         name = self.inner_name
         return name[len("data/") :] if name.startswith("data/") else None
 

@@ -132,9 +132,12 @@ def replacements() -> Iterator[Replacement]:
         yield around(module(f"deepspeed.runtime.{name}"), "create_checkpoint_engine", _create_checkpoint_engine, _PARAMETERS)
 
 
-def _create_checkpoint_engine(own: Any, config_params: Any, *arguments: Any, **named: Any) -> Any:
-    """Return an :class:`NVMeCheckpointEngine` in place of DeepSpeed's fast writer, and DeepSpeed's own engine otherwise."""
+def _create_checkpoint_engine(original: Any, config_params: Any, *arguments: Any, **named: Any) -> Any:
+    """Return an :class:`NVMeCheckpointEngine` if the configuration asks for DeepSpeed's fast writer without decoupling.
+
+    Else return the engine of DeepSpeed's ``original`` function.
+    """
     writer = config_params.checkpoint_config["writer"] if config_params is not None else None
     if writer is not None and writer["type"] == "FAST" and not writer["decoupled"]:
         return NVMeCheckpointEngine(config_params)
-    return own(config_params, *arguments, **named)
+    return original(config_params, *arguments, **named)

@@ -72,7 +72,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
 
 
 def disable() -> None:
-    """Restore DeepSpeed's own parts. Engines that exist already keep what they were created with. Idempotent; thread-safe."""
+    """Restore DeepSpeed's own parts. Existing engines keep the parts they were created with. Idempotent; thread-safe."""
     with _changing:
         _undo()
 

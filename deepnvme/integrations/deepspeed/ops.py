@@ -43,7 +43,10 @@ def replacements() -> Iterator[Replacement]:
     pins = types.SimpleNamespace(pin_handle=PinHandle)
     yield Replacement(pin_memory, "load", lambda self, verbose=False: pins)
     yield around(
-        type(accelerator), "is_pinned", lambda own, self, tensor: own(self, tensor) or _recorded(op, tensor), ("tensor",)
+        type(accelerator),
+        "is_pinned",
+        lambda original, self, tensor: original(self, tensor) or _recorded(op, tensor),
+        ("tensor",),
     )
 
 
@@ -60,7 +63,7 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
     """
     warned = False
 
-    def load(own: Any, self: Any, verbose: bool = False) -> Any:
+    def load(original: Any, self: Any, verbose: bool = False) -> Any:
         """Load this package's op or, with a RuntimeWarning, DeepSpeed's own op."""
         nonlocal warned
         try:
@@ -70,13 +73,13 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
                 warned = True
                 warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=3)
             before_theirs()
-            return own(self, verbose)
+            return original(self, verbose)
 
-    def is_compatible(own: Any, self: Any, verbose: bool = False) -> bool:
+    def is_compatible(original: Any, self: Any, verbose: bool = False) -> bool:
         """Return whether this package's op, or else DeepSpeed's own, can be loaded."""
         compiled = not ours.lacking() and ours.existing_build() is not None
         if not ours.is_compatible(verbose) and not compiled:
-            return bool(own(self, verbose))
+            return bool(original(self, verbose))
         if verbose:  # called by ds_report
             print(f" [INFO]  {ours.NAME} is that of deepnvme {__version__}")
         return True

@@ -79,11 +79,11 @@ def around(owner: Any, name: str, function: Callable[..., Any], parameters: Iter
         function: The wrapper. Called with DeepSpeed's own function before the other arguments.
         parameters: As for :func:`attribute`, which raises UnexpectedDeepSpeed.
     """
-    own = attribute(owner, name, parameters)
+    original = attribute(owner, name, parameters)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def replaced(*arguments: Any, **named: Any) -> Any:
-        return function(own, *arguments, **named)
+        return function(original, *arguments, **named)
 
     return Replacement(owner, name, replaced)
 

@@ -36,24 +36,24 @@ def replacements() -> Iterator[Replacement]:
     yield Replacement(partition_parameters, "AsyncPartitionedParameterSwapper", zero.AsyncPartitionedParameterSwapper)
 
 
-def _with_last_gradients(partition_grads: Any, own: Any, stage3_optimizer: Any, *arguments: Any, **named: Any) -> None:
+def _with_last_gradients(partition_grads: Any, original: Any, stage3_optimizer: Any, *arguments: Any, **named: Any) -> None:
     """Run stage 3's ``_configure_tensor_swapping``, and give this package's swapper access to stage 3's gradient buffers.
 
-    The buffers have each parameter's gradient until the next one arrives. DeepSpeed's swappers keep gradients in files instead.
-    With either, a parameter that a backward does not reach is stepped with its last gradient.
+    The buffers have each parameter's gradient until the next one replaces it. DeepSpeed's swappers keep gradients in files
+    instead. With either, a parameter that a backward does not reach is stepped with its last gradient.
     """
-    own(stage3_optimizer, *arguments, **named)
+    original(stage3_optimizer, *arguments, **named)
     stage3 = weakref.ref(stage3_optimizer)
     stage3_optimizer.optimizer_swapper.last_gradients = functools.partial(_last_gradients, stage3)
     stage3_optimizer.partition_grads = functools.partial(_partition_grads, stage3, partition_grads)
 
 
 def _partition_grads(
-    stage3_optimizer: weakref.ref[Any], theirs: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+    stage3_optimizer: weakref.ref[Any], original: Any, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
 ) -> Any:
-    """Run stage 3's ``partition_grads``. First have the swapper copy gradients from the buffers that it will add to.
+    """Run stage 3's ``partition_grads``. Before that, let the swapper copy the gradient buffers that this call will add to.
 
-    The copy is made in every micro-batch of a step but the last, because stage 3 passes the swapper only gradients of
+    They are copied in every micro-batch of a step but the last, because stage 3 passes the swapper only the gradients of
     parameters that the last micro-batch reaches. A parameter that only an earlier micro-batch reaches is stepped with the
     copied gradient.
     """
@@ -61,7 +61,7 @@ def _partition_grads(
     if not stage3.is_gradient_accumulation_boundary():
         for sub_group in dict.fromkeys(stage3.grad_position[stage3.get_param_id(param)][0] for param in params_to_release):
             stage3.optimizer_swapper.keep_last_gradients(stage3.fp32_partitioned_groups_flat[sub_group])
-    return theirs(stage3, params_to_release, grad_partitions)
+    return original(stage3, params_to_release, grad_partitions)
 
 
 def _last_gradients(stage3_optimizer: weakref.ref[Any], parameter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

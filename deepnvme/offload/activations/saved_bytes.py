@@ -66,7 +66,7 @@ class SavedBytes(Block):
         self._computed = torch.cuda.current_stream(storage.device).record_event() if storage.is_cuda else None
 
     def wait_until_computed(self) -> None:
-        """Have the current CUDA stream wait for the kernels that compute the bytes, which may run on another stream."""
+        """Make the current CUDA stream wait for the kernels that compute the bytes, which may run on another stream."""
         if self._computed is not None:
             torch.cuda.current_stream(self.device).wait_event(self._computed)
 
@@ -81,9 +81,9 @@ class SavedBytes(Block):
         return self._probe._version
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage that has the block's bytes, or None if the storage is gone.
+        """Return the storage that has the block's bytes, or None if the storage was freed.
 
-        No other storage has its address as long as the reference is there.
+        No other storage gets its address while the weak reference exists.
         """
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.storage_reference.cdata)
         return found
@@ -103,7 +103,7 @@ class SavedBytes(Block):
 
 
 class SavedMemory:
-    """Memory for saved bytes: the memory in which they were saved, or pinned memory to read them into.
+    """Provides memory for saved bytes: the memory that they have already or, to read them back, pinned memory.
 
     Faulting in new memory takes a third as long as reading into it. So half of the budget, up to 2 GiB, is an arena that is
     pinned once for reads; blocks saved by a forward have the rest.

@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of bytes in host or CUDA memory: dense, not quantized, and of no subclass."""
+    """Return whether a tensor is a view of bytes in host or CUDA memory: dense, not quantised, and not of a subclass."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -88,7 +88,7 @@ def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, i
 
 
 def view_of(tensor: torch.Tensor, start: int) -> View:
-    """Return the view by which a tensor is found in bytes that begin at byte ``start`` of its storage."""
+    """Return the tensor's layout relative to saved bytes that begin at byte ``start`` of its storage."""
     offset = int(tensor.storage_offset()) * tensor.element_size() - start
     return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
@@ -132,12 +132,12 @@ class KeptTensor:
 
 
 class Packed(Protocol):
-    """What a pack hook returns, and autograd keeps in place of the saved tensor."""
+    """Protocol of the objects that a pack hook returns, and that autograd keeps in place of saved tensors."""
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor as autograd has saved it."""
 
 
 def unpack_saved(packed: Packed) -> torch.Tensor:
-    """Return the tensor that the pack hook was given: the unpack hook for autograd."""
+    """Return the tensor that was packed. The unpack hook for autograd."""
     return packed.unpack()

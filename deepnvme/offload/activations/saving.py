@@ -31,7 +31,7 @@ MIN_BYTES = 1 << 20
 
 
 class save_on_disk:
-    """Context manager under which tensors that autograd saves for the backward go to a drive, and come back in time.
+    """Context manager that moves tensors saved by autograd for the backward to a drive, and reads them back in time.
 
     >>> activations = deepnvme.save_on_disk("/mnt/nvme/activations", memory_budget="4GB")
     >>> for batch in loader:
@@ -40,11 +40,11 @@ class save_on_disk:
     ...     loss.backward()
 
     It is used like ``torch.autograd.graph.save_on_cpu``. Saved tensors stay in memory up to the budget. Beyond it, the oldest
-    ones are written during the forward, and read back, in reverse order, during the backward. Results have the same bits as
+    ones are written during the forward, and read back, in reverse order, during the backward. Results are bit-identical to those
     without it.
 
     These tensors are not written: parameters and views of them; tensors that their user keeps in memory (from the second time
-    they are saved on); tensors of fewer than ``min_bytes`` bytes; sparse, quantized and nested tensors, and those of a subclass;
+    they are saved on); tensors of fewer than ``min_bytes`` bytes; sparse, quantised and nested tensors, and those of a subclass;
     and tensors that are saved while a backward runs inside of the context, such as those of layers that
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` computes again.
 
@@ -54,10 +54,10 @@ class save_on_disk:
 
     For tensors on a CUDA device, the budget limits the memory that they take on the device.
 
-    An object may be entered once a step, as above, or for parts of the forward; several times at a time, and by several threads.
-    Objects with the same paths and options share their files, so making a new one for each step costs nothing. The files are in
-    a directory of the process's own below each path. They are removed by :meth:`close` and at exit; those of a killed process are
-    removed by the next process that uses the path.
+    An object may be entered once per step, as above, or for parts of the forward; it may be nested, and entered by several
+    threads. Objects with the same paths and options share their files, so making a new one for each step costs nothing. Each
+    process has its own directory of files below each path. The files are removed by :meth:`close` and at exit; those of a killed
+    process are removed by the next process that uses the path.
 
     If the drive fails, or is full, the forward or the backward raises OSError with errno and file. The next step tries again.
 
@@ -91,7 +91,10 @@ class save_on_disk:
         self._config = config
         self._open = _OpenContexts()
         self._saved_elsewhere: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
-        """Returns what autograd keeps in place of a tensor that is on a drive anyway, as a parameter of a training."""
+        """Returns the object that autograd keeps in place of a tensor that is on a drive already, such as a training's parameter.
+
+        None for any other tensor.
+        """
 
     def __enter__(self) -> save_on_disk:
         """Enter the context. Raises OSError if the files cannot be created."""
@@ -162,7 +165,7 @@ class save_on_disk:
 
 
 class _OpenContexts(threading.local):
-    """The hooks of the contexts that a thread has entered and not left, the innermost last."""
+    """The hooks of the contexts that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.hooks: list[torch.autograd.graph.saved_tensors_hooks] = []

@@ -31,7 +31,7 @@ from .unpack_order import UnpackOrder
 _MOST_READ_AHEAD = 128
 """Most saved storages to read ahead at a time. Listing more takes longer than reading a small one."""
 _MOST_SAVES_EXAMINED = 512
-"""Most numbers of saves to examine when storages to read ahead are looked for: some were dropped, or are in memory."""
+"""Most saves to examine in a search for storages to read ahead: some were dropped, or are in memory."""
 _AHEAD_BYTES = 128 << 20
 """Bytes to write before their memory is needed, at most half of the limit: enough to keep a drive busy meanwhile."""
 _PREFIX = "deepnvme-activations"
@@ -79,7 +79,7 @@ def _locked(
 
     The method raises RuntimeError in a forked child, where a thread of the parent may hold the lock forever.
 
-    This is no generator-based context manager: a Ctrl-C could leave the generator suspended, and its traceback would keep the
+    A generator-based context manager would not do: Ctrl-C could leave the generator suspended, and its traceback would keep the
     lock.
     """
 
@@ -101,8 +101,8 @@ class ActivationStore:
     When memory is needed soon, the oldest bytes are written; the newest, which a backward wants first, stay in memory. When a
     backward unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
-    A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
-    that takes the lock frees its bytes. A step begins when something is saved and nothing else is.
+    When autograd drops a tensor, possibly in the middle of any method, this is only recorded. The next call that takes the lock
+    frees the tensor's bytes. A step begins when a tensor is saved and no other tensor is saved at that time.
 
     Args:
         paths: Directories, on one or several drives.
@@ -140,7 +140,7 @@ class ActivationStore:
     # Steps
 
     def _begin_step(self) -> None:
-        """Begin a step. Forget errors of writes that nobody needs any more."""
+        """Begin a step. Forget the errors of writes whose bytes are not needed any more."""
         self._cache.clear()
         self._user_held = {key: each for key, each in self._user_held.items() if not each.expired()}
         self._order.begin_step(self._saves)
@@ -154,11 +154,11 @@ class ActivationStore:
 
     @_locked
     def pack(self, tensor: torch.Tensor, min_bytes: int) -> SavedTensor | None:
-        """Save a tensor: take over its bytes. May block until older bytes are written.
+        """Save a tensor's bytes, which may be written to the drive. May block until older bytes are written.
 
         Args:
             tensor: A plain tensor, see :func:`is_plain`.
-            min_bytes: Tensors that span fewer bytes are not taken over.
+            min_bytes: Tensors that span fewer bytes are not saved.
 
         Returns:
             What autograd keeps in place of the tensor; None if the tensor has to stay in memory, since it has fewer than
@@ -195,7 +195,7 @@ class ActivationStore:
         return packed
 
     def _take_over(self, saved: SavedBytes) -> None:
-        """Add saved bytes to the cache as a block in memory, as soon as there is room. May block."""
+        """Add saved bytes to the cache as a block in memory, once there is room. May block."""
         self._memory.begin_saving()
         with self._step.waiting_forward:
             room = self._memory.limit - min(self._memory.limit // 2, _AHEAD_BYTES) - saved.nbytes
@@ -311,7 +311,7 @@ class ActivationStore:
             self._unwritten_bytes -= saved.nbytes
 
     def _unlink_storage(self, saved: SavedBytes) -> None:
-        """Forget which storage the bytes belong to, so that the storage is saved anew when autograd saves it next."""
+        """Forget which storage the bytes belong to. When autograd next saves that storage, its bytes are saved anew."""
         if self._known.get(saved.key) is saved:
             del self._known[saved.key]
 

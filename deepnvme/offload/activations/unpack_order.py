@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 
 class UnpackOrder:
-    """Predicts which saved storages a backward unpacks next: those that followed in the last step.
+    """Predicts which saved storages a backward unpacks next: those that were unpacked next in the last step.
 
-    In the first step, it predicts those that were saved before. Saves are numbered. A step is expected to save what the last one
-    did, so that a save is known by its number counted from the beginning of the step. The order is not simply reversed: all
-    tensors of a compiled block are wanted together, in the order of saving.
+    In the first step, it predicts the reverse order of saving. Saves are numbered. A step is expected to save the same tensors as
+    the last one, so a save is identified by its number counted from the beginning of the step. The reverse order is not exact:
+    all tensors of a compiled block are wanted together, in the order of saving.
     """
 
     def __init__(self) -> None:

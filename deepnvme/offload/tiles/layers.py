@@ -140,7 +140,7 @@ def tile_names(model: nn.Module) -> list[str]:
 
 
 def tile_sizes(rows: int, most: int) -> list[int]:
-    """Return the sizes of the tiles for a layer of so many rows, as few and as even as possible, each at most ``most``."""
+    """Divide a layer's rows into as few and as even tiles as possible, each of at most ``most`` rows. Return their rows."""
     unit = _ALIGNED_ROWS if most >= _ALIGNED_ROWS else 1
     units = math.ceil(rows / unit)
     count = math.ceil(units / (most // unit))
@@ -151,8 +151,8 @@ def tile_sizes(rows: int, most: int) -> list[int]:
 def _part_of(whole: nn.Parameter, rows: slice) -> nn.Parameter:
     """Return rows of a parameter as a new parameter, which shares the memory if they are contiguous.
 
-    It is taken from ``data``, because a view would share one version counter with all other parts, and autograd would see a
-    change of one part in place as a change of all.
+    The rows are taken from ``data``: views of the parameter would share one version counter, and autograd would take an in-place
+    change of one part for a change of all.
     """
     part = nn.Parameter(whole.data[rows].contiguous(), whole.requires_grad)
     vars(part).update(vars(whole))  # what the user or a framework has noted on it
@@ -160,7 +160,7 @@ def _part_of(whole: nn.Parameter, rows: slice) -> nn.Parameter:
 
 
 def check_replaceable(layer: nn.Module, name: str) -> None:
-    """Raise ValueError if a layer, of this name, has what tiles in its place would lose."""
+    """Raise ValueError if a layer has properties that tiles would lose. ``name``: the layer's name, for the message."""
     parameters = dict(layer.named_parameters(recurse=False))
     owners = (layer, *parameters.values())
     hooks = (getattr(owner, each) for owner in owners for each in dir(owner) if each.endswith("_hooks"))

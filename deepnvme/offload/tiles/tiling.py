@@ -18,7 +18,7 @@ def tile_large_layers(model: nn.Module, max_bytes: ByteCount) -> list[str]:
     """Replace a model's linear layers and embeddings by tiled ones, if their weights are large. Changes the model in place.
 
     Each :class:`torch.nn.Linear` becomes a :class:`TiledLinear` split by outputs, each :class:`torch.nn.Embedding` a
-    :class:`TiledEmbedding`. The tiles share the memory that the weights have: nothing is copied, also on the ``"meta"`` device.
+    :class:`TiledEmbedding`. The tiles use the memory of the whole weights: nothing is copied, also on the ``"meta"`` device.
     Tied weights stay tied, and parameters keep ``requires_grad``, dtype and device. They are new objects: make optimizers
     afterwards.
 

@@ -37,7 +37,7 @@ _UNSET = 0xA5
 """Byte that fills tensors that have no value yet."""
 
 _left_on_meta: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose values have gone with their training: new ones in their place would be no surprise that anybody wants."""
+"""Models whose values were lost when their training was closed. A new training must not silently give them new values."""
 
 
 class InitialValues:
@@ -48,18 +48,18 @@ class InitialValues:
     it. A parameter of several modules gets the value of the first one.
 
     With a checkpoint, modules reset only the buffers that no checkpoint has. If a part of the model is on the meta device,
-    parameters in memory that the checkpoint lacks, as those of adapters, keep their values.
+    parameters in memory that the checkpoint lacks, such as those of adapters, keep their values.
 
-    The constructor checks all that can be checked beforehand. Nothing is changed before :meth:`place`.
+    The constructor makes all checks that are possible beforehand. Nothing is changed before :meth:`place`.
 
     Args:
-        model: On the CPU, on the meta device, or in part on either.
-        checkpoint: As :func:`deepnvme.checkpoint.weight_locations.weights_in` takes it. Values are converted to the dtypes of the
-            model. It may be of the model before layers were tiled: each tile then reads its part.
+        model: The model, on the CPU, on the meta device, or in part on either.
+        checkpoint: A checkpoint, as for :func:`deepnvme.checkpoint.weight_locations.weights_in`. Values are converted to the
+            dtypes of the model. It may be of the model before layers were tiled: each tile then reads its part.
         ranks: The processes that train the model together.
 
     Raises:
-        ValueError: If the checkpoint's weights are not those of the model; or if something on the meta device can get no value.
+        ValueError: If the checkpoint's weights are not those of the model, or a tensor on the meta device can get no value.
         OSError: If the checkpoint cannot be read.
     """
 
@@ -122,7 +122,7 @@ class InitialValues:
             )
 
     def _check_set(self, tensors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Raise ValueError if modules have given no values to some tensors, each of which is given with its value in memory."""
+        """Raise ValueError if modules have not set all tensors. ``tensors``: pairs of a tensor and its value in memory."""
         unset = [self._all_names[tensor] for tensor, value in tensors if tensor in self._reset and _is_unset(value)]
         if unset:
             raise ValueError(
@@ -133,7 +133,7 @@ class InitialValues:
     def place(self, partition: ModelPartition) -> ModelPartition:
         """Replace parameters and buffers on the meta device by new ones on the CPU, and return the partition with the new ones.
 
-        The new parameters take no memory, and have no values. After an error the model cannot be used again.
+        The new parameters have no memory yet: :meth:`write` fills their blocks. After an error the model cannot be used again.
         """
         placed = replace_tensors(self._model, _placed)
         self._names = {placed.get(tensor, tensor): name for tensor, name in self._names.items()}
@@ -149,9 +149,10 @@ class InitialValues:
     def write(self, blocks: Mapping[nn.Module, ParameterBlock], rest: ParameterBlock, cache: BlockCache) -> None:
         """Fill all blocks with the initial values. The cache starts writing a block when it has all of its values. Blocks.
 
-        With several processes, all get the first process's values, also of buffers.
+        With several processes, all get the first process's values, also for buffers.
 
-        In memory at a time are ``rest``, one block, the blocks around it, and one weight of a checkpoint with other dtypes.
+        At any time, memory holds only ``rest``, one block, the blocks around that block, and one weight to be converted to
+        another dtype.
         Modules are reset in the order in which they were made, provided that every module makes its submodules before its own
         parameters.
 
@@ -162,9 +163,9 @@ class InitialValues:
 
         Raises:
             RuntimeError: If another process has failed or ended.
-            ValueError: If modules have left something without a value, or if a value cannot be quantised.
+            ValueError: If modules have left a parameter or buffer without a value, or if a value cannot be quantised.
             CorruptCheckpoint: If the checkpoint is damaged, or was changed meanwhile.
-            OSError: From the drives.
+            OSError: If a drive cannot be read or written.
         """
         self._cache, self._blocks = cache, blocks
         try:
@@ -310,7 +311,7 @@ def _is_unset(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor that has no gaps as bytes, whatever its strides."""
+    """Return a 1-D uint8 view of a tensor whose elements fill a contiguous range of memory, in any order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -326,7 +327,7 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def leave_on_meta(model: nn.Module) -> None:
-    """Put what has no value on the meta device: parameters without memory, and buffers that nothing has given a value."""
+    """Replace parameters without memory, and buffers that have never been set, by tensors on the meta device."""
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor on the meta device for one without a value."""
@@ -343,10 +344,10 @@ def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tenso
 
     Args:
         model: The model.
-        make: Returns what a parameter or buffer is replaced by; None to leave it.
+        make: Returns the replacement of a parameter or buffer; None to leave it.
 
     Returns:
-        The new parameters and buffers by the ones that they have replaced.
+        Replaced parameter or buffer -> the new one.
     """
     made: dict[torch.Tensor, torch.Tensor | None] = {}
     for module in model.modules():

@@ -18,12 +18,12 @@ from .model import TrainedModel
 
 
 class MicroBatch(NamedTuple):
-    """Arguments for the model's forward on one micro-batch, and its share of the batch."""
+    """Arguments for the model's forward on one micro-batch, and the fraction of the batch that it is."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     share: float
-    """Rows of the micro-batch over rows of the whole batch."""
+    """Rows of the micro-batch divided by rows of the whole batch: the weight of its loss."""
 
 
 def micro_batches_of(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[MicroBatch]:
@@ -60,18 +60,18 @@ def draw_seeds(count: int) -> list[int]:
 
 
 class _Abandoned(BaseException):
-    """Raised in a function that waits for a turn it will not get any more."""
+    """Ends a paused function that will not be continued."""
 
 
 class Turn:
-    """Runs a function from one pause to the next.
+    """Runs a function in a thread, from one pause to the next.
 
-    The function sees the autocast of the thread that makes this object. While it runs, the state of torch's default generator is
-    its own.
+    The function runs under the autocast settings of the thread that constructs this object. Each function has its own state of
+    torch's default generator, which is set while the function runs.
 
     Args:
-        function: Given this object, calls :meth:`pause`.
-        seed: Of the random numbers that the function draws.
+        function: Called with this object. It calls :meth:`pause` to let other functions run.
+        seed: Seed of the random numbers that the function draws.
     """
 
     def __init__(self, function: Callable[[Turn], None], seed: int) -> None:
@@ -87,7 +87,7 @@ class Turn:
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), daemon=True)
 
     def go_on(self) -> None:
-        """Run the function until it pauses or ends. Raises what it raises."""
+        """Run the function until it pauses or ends. Raises the exceptions of the function."""
         if not self._started:
             with defer_interrupts():
                 self._thread.start()
@@ -99,13 +99,13 @@ class Turn:
             raise error
 
     def pause(self) -> None:
-        """Let the others run. Called by the function, also by hooks of a backward that it runs."""
+        """Let the other functions run. Called by the function itself, or by hooks of a backward that it runs."""
         self._random_state = torch.get_rng_state()
         self._paused.put(None)
         self._wait()
 
     def abandon(self) -> None:
-        """End the function: where it pauses, or at its next pause if it runs. Blocks until it has ended. Idempotent."""
+        """End the function at its current pause or, if it runs, at its next one. Blocks until it has ended. Idempotent."""
         if self._started:
             self._go_on.put(False)
             self._thread.join()
@@ -131,7 +131,7 @@ class Turn:
 
 
 def _autocast() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which CPU tensors are cast as they are now."""
+    """Return a context with the CPU autocast settings of the calling thread."""
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return torch.autocast("cpu", dtype, enabled) if enabled else contextlib.nullcontext()
 
@@ -140,7 +140,7 @@ def take_turns(turns: Sequence[Turn]) -> None:
     """Run functions in turns, each from one pause to the next, until all have ended. Blocks.
 
     Raises:
-        BaseException: What the first of them raises. The others are ended at their pauses before it is raised.
+        BaseException: The first exception that a function raises. The other functions are ended at their pauses first.
     """
     try:
         try:
@@ -186,7 +186,7 @@ class SideBySide:
             The losses, detached.
 
         Raises:
-            OSError: From the drive.
+                OSError: If the drive cannot be read or written.
         """
         losses: list[torch.Tensor] = [torch.empty(0)] * len(forwards)
 
@@ -203,14 +203,14 @@ class SideBySide:
         turns = [Turn(function(index), seed) for index, seed in enumerate(seeds)]
         with (
             torch.random.fork_rng(devices=()),
-            self._trained.running(len(forwards), of=len(forwards)),
+            self._trained.running(len(forwards), in_step=len(forwards)),
             self._trained.uses.calling_before_use(self._before_use),
         ):
             take_turns(turns)
         return losses
 
     def _before_use(self, block: ParameterBlock, in_backward: bool) -> None:
-        """Let the other micro-batches use the current block first, if this one is about to use another."""
+        """If this micro-batch is about to use another block, first let the other micro-batches use the current block."""
         place: _Place = self._own.place
         if place.goes_on_to(block, in_backward):
             place.turn.pause()
@@ -227,8 +227,8 @@ class _Place:
     def goes_on_to(self, block: ParameterBlock, in_backward: bool) -> bool:
         """Record a use of a block, and return whether other micro-batches should run before it.
 
-        They should not when a backward begins with the block that the forward ended with: it goes on at once, so that what the
-        forward has saved there need not be kept.
+        They should not if a backward begins with the block that the forward ended with: the backward then continues at once, so
+        that the tensors that the forward saved for this block are not kept while other micro-batches run.
         """
         if not in_backward:
             self._last_in_forward = block

@@ -59,17 +59,17 @@ class TrainingPhase(enum.Enum):
 
 
 class TrainedModel:
-    """Steps the blocks of a model with the gradients that its backwards give.
+    """Steps the blocks of a model with the gradients of its backwards.
 
     Args:
         model: The model.
-        partition: Which modules have parameters that come and go.
+        partition: The modules whose parameters are in memory only while in use.
         blocks: All blocks. The last one has the parameters outside of these modules, and stays in memory.
-        drive: Has blocks in memory.
+        drive: Store and cache of the blocks.
         ranks: The processes that make each step together.
-        optimizer: Has the options of the optimizer in each step in its ``param_groups``.
-        micro_batches: Forwards and backwards in a step.
-        max_norm: To clip gradients to; None to leave them as they are.
+        optimizer: Its ``param_groups`` have the optimizer's options for each step.
+        micro_batches: Number of micro-batches in a step: forwards, each with its backward.
+        max_norm: Total norm to clip gradients to; None for no clipping.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TrainedModel:
         self._block_of: dict[torch.Tensor, TrainedBlock] = {param: block for block in blocks for param in block.trained}
         self._by_parameters = {block.parameters: block for block in blocks}
         self.blocks_of_modules = dict(zip(partition.modules, self._by_parameters, strict=False))
-        """The block of each module whose parameters come and go."""
+        """The block of each module whose parameters are in memory only while in use."""
         self.uses = ParameterUses(
             self.blocks_of_modules,
             self._by_parameters,
@@ -125,21 +125,21 @@ class TrainedModel:
     # -- micro-batches
 
     @contextlib.contextmanager
-    def running(self, count: int = 1, of: int | None = None) -> Iterator[None]:
+    def running(self, count: int = 1, in_step: int | None = None) -> Iterator[None]:
         """Run the forwards and backwards of ``count`` micro-batches in this context.
 
         Steps the blocks whose gradients are complete. After an exception, the caller must undo the step.
 
         Args:
             count: Number of micro-batches in this context.
-            of: Number of micro-batches in the step, if not :attr:`micro_batches`. Only the first call in a step sets it.
+            in_step: Number of micro-batches in the step; None for :attr:`micro_batches`. Only the first call in a step sets it.
 
         Raises:
             RuntimeError: If the step has fewer micro-batches left.
-            OSError: From the drive.
+            OSError: If the drive cannot be read or written.
         """
         if self.micro_batches_run == 0:
-            self._in_step = self.micro_batches if of is None else of
+            self._in_step = self.micro_batches if in_step is None else in_step
         if self.micro_batches_run + count > self._in_step:
             raise RuntimeError(f"all {self._in_step} micro-batches of this step were run: call step()")
         begins = self._phase is TrainingPhase.IDLE
@@ -191,16 +191,16 @@ class TrainedModel:
             self.uses.completed(block.parameters)
 
     def _backward_begins(self, parameters: ParameterBlock) -> None:
-        """Read the gradients that earlier micro-batches have stored of a block, whose backward begins: autograd adds to them.
+        """Read the gradients that earlier micro-batches have stored for a block, so that the block's backward adds to them.
 
-        Gradients that are averaged over the ranks first are added when they are stored again.
+        Gradients that must first be averaged over the ranks are added when they are stored again instead.
         """
         if parameters.ranks is not None or not self.ranks.several:
             self._by_parameters[parameters].gradients.load()
 
     @torch.no_grad()
     def _backward_ends(self, parameters: ParameterBlock) -> None:
-        """Step a block whose backward has ended; store its gradients instead if further micro-batches or clipping come first."""
+        """Step a block whose backward has ended. If further micro-batches or clipping come first, store its gradients instead."""
         self._step_or_store(self._by_parameters[parameters])
 
     def _step_or_store(self, block: TrainedBlock) -> None:
@@ -242,7 +242,7 @@ class TrainedModel:
 
         Raises:
             RuntimeError: If micro-batches are missing.
-            OSError: From the drive.
+            OSError: If the drive cannot be read or written.
         """
         self._check_all_were_run()
         self._phase = TrainingPhase.CHANGING
@@ -267,7 +267,7 @@ class TrainedModel:
         return [block for block in self.blocks if not block.stepped and block.gradients.any]
 
     def commit(self, step: int) -> None:
-        """Wait until all changed blocks are on the drive, and make them the last completed step.
+        """Wait until all changed blocks are on the drive, then make their newest versions the last completed step.
 
         Args:
             step: The number of that step.
@@ -295,8 +295,8 @@ class TrainedModel:
         """Return the 2-norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does. Call after the last micro-batch.
 
         Raises:
-            RuntimeError: If micro-batches are missing, or gradients are not clipped, so that there are no norms.
-            OSError: From the drive.
+            RuntimeError: If micro-batches are missing; or without ``max_norm``, since gradients are then not kept for a norm.
+            OSError: If the drive cannot be read or written.
         """
         self._check_all_were_run()
         if self._max_norm is None:
@@ -380,7 +380,7 @@ class TrainedModel:
     def undo(self) -> None:
         """Go back to the last completed step. Waits for transfers.
 
-        Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes what is left.
+        Raises OSError if the drive cannot be read. After that, or after an interrupt, the next call undoes the rest.
         """
         self._phase = TrainingPhase.CHANGING
         if self._put_buffers_back is not None:
@@ -405,11 +405,11 @@ class TrainedModel:
                 block.parameters.check_absent()
 
     def write_rest(self) -> None:
-        """Write the parameters that belong to no module's block as they are in memory, as those of the last step. Blocks.
+        """Write the parameters outside of all modules' blocks, with their values in memory, as part of the last step. Blocks.
 
         Raises:
-            RuntimeError: With several processes, which may not all have changed them alike.
-            OSError: From the drive. The parameters have the values of the last step again then.
+            RuntimeError: With several processes, since each may have changed the parameters differently.
+            OSError: If the drive cannot be written. The parameters then have the values of the last step again.
         """
         if self.ranks.several:
             raise RuntimeError(

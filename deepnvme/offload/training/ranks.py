@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class RankFailed(RuntimeError):
-    """Raised if another process has failed in what all do together: a step, which none has made then, or another call."""
+    """Raised if another process has failed in a call that all make together. If the call was a step, no process has made it."""
 
 
 class Purpose(IntEnum):
     """Tag sent with each exchange between ranks. All must send the same, so ranks that make different calls are noticed."""
 
     FAILURE = 0
-    """The rank has failed. It sends this in place of what the others send."""
+    """The rank has failed. It sends this in place of its next message."""
     BROADCAST = 1
     """Every rank gets the first rank's values."""
     GATHER = 2
@@ -75,7 +75,7 @@ class RankMeetings:
         self.count = 1 if self.group is None else dist.get_world_size(self.group)
         """Number of ranks."""
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        """Of this process, in the group."""
+        """Rank of this process in the group."""
         # Memory that is not torch's: a rank that has none left can still say so.
         self._message = array("i", bytes(4 * (2 + max(most_parameters, 1))))
         self._messages = array("i", bytes(4 * self.count * len(self._message)))
@@ -87,13 +87,13 @@ class RankMeetings:
         return self.group is not None
 
     def _synchronize(self, for_what: Purpose, number: int = 0, values: Sequence[int] = ()) -> list[list[int]]:
-        """Send a message, and return the values in those of all ranks, one row for each. Blocks until all have sent theirs.
+        """Send a message, and return the values of all ranks' messages, one row for each rank. Blocks until all have sent.
 
-        Memory for the data that follows has to be there before: the others wait for that data.
+        Allocate the memory for the data that is exchanged next before this call: after it, the other ranks wait for the data.
 
         Raises:
             RankFailed: If another rank has failed.
-            RuntimeError: If a rank is about to exchange something else, or is gone.
+            RuntimeError: If a rank is about to exchange something else, or its process has ended.
         """
         messages = self._exchange_messages(for_what, number, values)
         if any(each[:2] != messages[0][:2] for each in messages):
@@ -126,7 +126,7 @@ class RankMeetings:
         """Raise ValueError, on all ranks, if they do not give the same names. Blocks; raises like every exchange.
 
         Args:
-            names: What the rank has. A checksum of them is exchanged.
+            names: This rank's names. A checksum of them is exchanged.
             what: Says in the error what the names are.
         """
         if self.several:
@@ -141,13 +141,13 @@ class RankMeetings:
         gather(found, given, group=self.group)
 
     def expect_new_failures(self) -> None:
-        """From now on, treat an error of this rank as one that the others have not heard of."""
+        """From now on, report a failure of this rank to the others, even if a failure was reported before."""
         self._failure_is_known = False
 
     def report_failure(self) -> None:
-        """Tell the others that this rank has failed, unless they know of a failure. Blocks until all send a message.
+        """Tell the others that this rank has failed, unless a failure was reported already. Blocks until all send a message.
 
-        Has no effect if a rank is gone: the others then fail by themselves.
+        Has no effect if a rank's process has ended: the others then fail by themselves.
         """
         if self.several and not self._failure_is_known:
             with contextlib.suppress(RuntimeError):
@@ -155,7 +155,7 @@ class RankMeetings:
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Tell the others of an exception in this context, also if they were told of one before."""
+        """Report an exception in this context to the others, even if a failure was reported before."""
         self.expect_new_failures()
         try:
             yield
@@ -167,7 +167,7 @@ class RankMeetings:
 
     @contextlib.contextmanager
     def calling_together(self) -> Iterator[None]:
-        """Wait until all ranks make the same call, and tell the others of an exception in this context."""
+        """Wait until all ranks make the same call, and report an exception in this context to the others."""
         with self.reporting_failures():
             self.meet()
             yield
@@ -175,7 +175,7 @@ class RankMeetings:
     def agree_to_commit(self, step: int) -> None:
         """Wait until all ranks have reached the commit of this step. Raises like every exchange.
 
-        No rank waits for another one in what follows, so failures are not reported until :meth:`expect_new_failures`.
+        After this call no rank waits for another one, so failures are not reported until :meth:`expect_new_failures`.
         """
         if self.several:
             with defer_interrupts():  # between message and data: the others are in it as well

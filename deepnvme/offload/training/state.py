@@ -29,13 +29,13 @@ from .model_partition import names_of_parameters
 class TrainingState:
     """Returns and replaces the state of a training as of its last completed step.
 
-    Modules whose parameters are on the drive refuse to be asked for their ``state_dict()`` by anybody else.
+    Modules whose parameters are on the drive raise an error if other code calls their ``state_dict()``.
 
     Args:
         trained: The model, its blocks, the optimizer's options, and the ranks.
-        planner: Knows the optimizer's class.
+        planner: Gives the optimizer's class.
         states: The optimizer's states.
-        modules: Modules whose parameters come and go.
+        modules: Modules whose parameters are in memory only while in use.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class TrainingState:
             return local
         return self._ranks.as_dtensor(local if parameters.ranks is not None else self._ranks.shard_of(local), param)
 
-    def _mapped(self, of: Versioned, section: BlockSection) -> torch.Tensor:
+    def _mapped(self, versioned: Versioned, section: BlockSection) -> torch.Tensor:
         """Map one tensor of a block, in its own storage, since a ``.pt`` file cannot hold a storage with several dtypes."""
         if not section.nbytes:
             return torch.empty(section.shape, dtype=section.dtype, device="cpu")
-        return self._versions.map([(of, section)]).as_strided(section.shape, section.stride)
+        return self._versions.map([(versioned, section)]).as_strided(section.shape, section.stride)
 
     def _dequantized(self, parameters: ParameterBlock, frozen: FrozenParameters) -> Versioned:
         """Return the block on the drive with the values of frozen parameters. Writes a dequantised copy if they are quantised."""
@@ -269,12 +269,12 @@ class TrainingState:
                 )
 
     def _check_fits(self, state: Mapping[str, Any], stepped: Iterable[str], names: Mapping[torch.Tensor, str]) -> None:
-        """Raise WeightMismatch if a state has not all parameters of the model, in their shapes, or if it has anything else.
+        """Raise WeightMismatch unless a state has exactly the parameters of the model, in their shapes.
 
         Args:
-            state: The model's.
-            stepped: Names that the optimizer's state has.
-            names: Of the parameters.
+            state: The model's state.
+            stepped: Names of the parameters in the optimizer's state.
+            names: Names of all parameters.
         """
         with self._unguarded():
             known = self._model.state_dict(keep_vars=True)

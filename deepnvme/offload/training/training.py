@@ -99,24 +99,24 @@ class OffloadedTraining:
 
     A model has one training: before making another one of the same model, ``close(restore=True)`` the first. With a
     ``checkpoint``, the first training is closed without restoring its values, if the same thread made it (a notebook's cell that
-    runs again). If the first is used afterwards, it raises RuntimeError and says where the second was made. A UserWarning tells
-    of steps that no :meth:`state_dict` has.
+    runs again). If the first is used afterwards, it raises RuntimeError and says where the second was made. A UserWarning is
+    given if no :meth:`state_dict` has the newest steps.
 
     Args:
-        model: On the CPU, and its parameters get their values from the drive from now on. Or on the meta device, as a whole or in
-            part: those parameters and buffers are replaced by ones with values of ``checkpoint``, or else of their modules'
-            ``reset_parameters()`` and a transformers model's ``_init_weights``, one block at a time. After an error of the drive
-            make the model anew.
+        model: The model, on the CPU or, as a whole or in part, on the meta device. Parameters and buffers on the meta device are
+            replaced by ones with the values of ``checkpoint``, or else of their modules' ``reset_parameters()`` and a
+            transformers model's ``_init_weights``, one block at a time. From then on the parameters get their values from the
+            drive. If the drive fails meanwhile, make the model anew.
         optimizer_class: A torch optimizer that steps each parameter by itself.
         nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
         blocks: The modules whose parameters are read and dropped together. None: the layers, and large modules beside them. Names
             of modules, or patterns such as "model.layers.*.mlp": blocks in addition to those. Modules: only these are blocks. A
             parameter belongs to the innermost block around it. One that several blocks use, or that the model uses outside of
             them, stays in memory.
-        checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
-            or a directory with one of these. It is read one block at a time, and converted to the dtypes of the model. If a part
-            of the model is on the meta device, the checkpoint may lack parameters that are in memory, as those of adapters. None
-            for the values in memory, also ones mapped from a file by ``model.load_state_dict(torch.load(path, mmap=True),
+        checkpoint: File of the initial values: .safetensors, a .pt or .bin of a state_dict, the index.json of several files, or a
+            directory with one of these. It is read one block at a time, and converted to the dtypes of the model. If a part of
+            the model is on the meta device, the checkpoint may lack parameters that are in memory, such as those of adapters.
+            None for the values in memory, also ones mapped from a file by ``model.load_state_dict(torch.load(path, mmap=True),
             assign=True)``, or for new ones.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory; or "8GB", "50%", "auto",
             see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. More only
@@ -124,25 +124,25 @@ class OffloadedTraining:
         parameters: "nvme"; or "memory" to keep all parameters in memory as well as on the drive, so that only states are read.
         quantize: "int8" or "int4" to quantise frozen weights, which do not require gradients, on the drive, as
             :meth:`deepnvme.streaming.WeightStore.build` does. They are dequantised into their own dtypes when their block is
-            used: the results are the bits of a training with the dequantised values. None to keep all weights as they are.
-        activations: "memory" to keep them in memory, outside of the budget; or "nvme" to have :class:`save_on_disk` write those
-            that do not fit into ``activation_budget``. Fewer are saved if the model uses ``torch.utils.checkpoint``.
+            used: results are bit-identical to a training with the dequantised values. None to keep all weights as they are.
+        activations: "memory" to keep saved activations in memory, outside of the budget; or "nvme": :class:`save_on_disk` writes
+            those that do not fit into ``activation_budget``. Fewer are saved if the model uses ``torch.utils.checkpoint``.
         activation_budget: Bytes of the memory budget for activations, unless all stay in memory; or a size such as "2GB", or a
             share of the available memory such as "10%", as for ``memory_budget``. None for a quarter of the memory budget.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
-        accumulation: "vertical" to have :meth:`step` run each block for all micro-batches before the next one, so that it is read
-            once for all of them; "horizontal" to run the micro-batches one after the other. The results are the same bits: either
-            way each micro-batch draws its random numbers, as of dropout, from a seed of its own, one of
+        accumulation: "vertical": :meth:`step` runs each block for all micro-batches before the next block, so that a block is
+            read once for all of them. "horizontal": it runs the micro-batches one after the other. Results are bit-identical:
+            either way each micro-batch draws its random numbers, such as those of dropout, from a seed of its own, one of
             ``torch.randint(1 << 62, (micro_batches,))`` at the beginning of the step.
         max_norm: Total norm to clip gradients to, as ``clip_grad_norm_`` does. Parameters are then stepped after the last
             backward. None for no clipping.
-        param_groups: The trained parameters in groups with options of their own, as torch's optimizers take them. None for one
-            group for each block, all with the same options.
-        process_group: Processes that train the model together, as ``torch.distributed.group.WORLD``: each with other batches,
-            whose gradients are averaged, and a shard of each block on its own drive. They have to make the same calls, and to run
-            the same modules. All begin with the parameters and buffers of the first. The optimizer has to work element by
-            element then, as AdamW and SGD do. None for one process.
+        param_groups: The trained parameters in groups with options of their own, as for torch's optimizers. None for one group
+            for each block, all with the same options.
+        process_group: Processes that train the model together, such as ``torch.distributed.group.WORLD``. Each process computes
+            other batches, whose gradients are averaged, and has a shard of each block on its own drive. All must make the same
+            calls and run the same modules. They begin with the parameters and buffers of the first process. The optimizer must
+            work element by element, as AdamW and SGD do. None for one process.
         config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: Keyword arguments of ``optimizer_class``.
 
@@ -150,7 +150,7 @@ class OffloadedTraining:
         ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
             quantised, or a parameter or buffer on the meta device that would get no value.
         RuntimeError: If the model has another training already, which is named.
-        OSError: From the drive, or from the checkpoint.
+        OSError: If the drive or the checkpoint cannot be read, or the drive cannot be written.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class OffloadedTraining:
         """Close the training that the model has already, if any. Raises RuntimeError if it may not be closed, and OSError.
 
         Args:
-            has_values: Whether this training has values for the model, so that those of the one before are not needed.
+            has_values: Whether this training has values for the model, so that those of its predecessor are not needed.
         """
         found = _trainings.get(self.model)
         before = None if found is None else found()
@@ -297,7 +297,7 @@ class OffloadedTraining:
         Raises:
             ValueError: If the arguments cannot be divided.
             RuntimeError: If micro-batches are missing; after :meth:`close`; in a forked child.
-            OSError: From the drive. The step was undone.
+            OSError: If the drive cannot be read or written. The step was undone.
         """
         micro_batches: list[MicroBatch] = []
         with self._claimed():
@@ -341,7 +341,7 @@ class OffloadedTraining:
 
         Raises:
             RuntimeError: If a step is under way; after :meth:`close`; in a forked child.
-            OSError: From the drive. The step was undone.
+            OSError: If the drive cannot be read or written. The step was undone.
         """
         with self._claimed():
             if self._trained.micro_batches_run:
@@ -351,7 +351,7 @@ class OffloadedTraining:
 
     def _run(self, forwards: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         if len(forwards) == 1:
-            return [self._forward_and_backward(forwards[0], of=1)]
+            return [self._forward_and_backward(forwards[0], in_step=1)]
         seeds = draw_seeds(len(forwards))
         if self._vertical:
             return self._side_by_side.run(forwards, seeds)
@@ -359,12 +359,12 @@ class OffloadedTraining:
         for forward, seed in zip(forwards, seeds, strict=True):
             with torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(seed)
-                losses.append(self._forward_and_backward(forward, of=len(forwards)))
+                losses.append(self._forward_and_backward(forward, in_step=len(forwards)))
         return losses
 
-    def _forward_and_backward(self, forward: Callable[[], torch.Tensor], of: int) -> torch.Tensor:
-        """Run forward and backward of one of the step's ``of`` micro-batches. Return the loss, detached."""
-        with self._one_micro_batch(of):
+    def _forward_and_backward(self, forward: Callable[[], torch.Tensor], in_step: int) -> torch.Tensor:
+        """Run forward and backward of one micro-batch in a step of ``in_step`` micro-batches. Return the loss, detached."""
+        with self._one_micro_batch(in_step):
             loss = forward()
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
@@ -388,14 +388,14 @@ class OffloadedTraining:
 
         Raises:
             RuntimeError: If all micro-batches of the step were run; after :meth:`close`; in a forked child.
-            OSError: From the drive. The step was undone.
+            OSError: If the drive cannot be read or written. The step was undone.
         """
         with self._one_micro_batch():
             yield
 
     @contextlib.contextmanager
-    def _one_micro_batch(self, of: int | None = None) -> Iterator[None]:
-        with self._claimed(), self._trained.undone_if_it_fails(), self._trained.running(of=of), self._saved_tensors():
+    def _one_micro_batch(self, in_step: int | None = None) -> Iterator[None]:
+        with self._claimed(), self._trained.undone_if_it_fails(), self._trained.running(in_step=in_step), self._saved_tensors():
             yield
 
     def gradient_norm(self) -> torch.Tensor:
@@ -405,7 +405,7 @@ class OffloadedTraining:
 
         Raises:
             RuntimeError: If micro-batches are missing, or without ``max_norm``, since norms are not measured then.
-            OSError: From the drive. The step was undone.
+            OSError: If the drive cannot be read or written. The step was undone.
         """
         with self._claimed(), self._trained.undone_if_it_fails():
             return self._trained.gradient_norm()
@@ -415,7 +415,7 @@ class OffloadedTraining:
 
         Raises:
             RuntimeError: After :meth:`close`; in a forked child.
-            OSError: From the drive. Call it again then.
+            OSError: If the drive cannot be read. Call undo_step() again then.
         """
         with self._claimed():
             self._trained.finish_undo()
@@ -493,7 +493,7 @@ class OffloadedTraining:
 
         Raises:
             RuntimeError: Within a step.
-            OSError: From the drive. An earlier file is unchanged.
+            OSError: If the drive cannot be read or written. An earlier file is unchanged.
         """
         with self._claimed():
             with self.together():  # what is done next is no exchange that could tell of a failure
@@ -511,7 +511,7 @@ class OffloadedTraining:
             ValueError: If names, shapes or states are not those of the model and its optimizer, or a value cannot be quantised.
                 Nothing is changed then.
             RuntimeError: Within a step.
-            OSError: From the drive. Nothing is changed then.
+            OSError: If the drive cannot be read or written. Nothing is changed then.
         """
         with self._claimed():
             self._check_between_steps()
@@ -526,7 +526,7 @@ class OffloadedTraining:
         Args:
             restore: Whether to give the parameters the values of the last completed step, in memory. Otherwise parameters of
                 blocks have no values: they are replaced by parameters on the meta device, and so are the others if there is no
-                memory for a copy. A UserWarning tells of steps that no :meth:`state_dict` has.
+                memory for a copy. A UserWarning is given if no :meth:`state_dict` has the newest steps.
 
         Raises:
             RuntimeError: While another thread runs a method. Also with ``restore``, if other code has changed parameters that are
@@ -582,7 +582,7 @@ class OffloadedTraining:
             leave_on_meta(self.model)
 
     def _close_for_successor(self, other: DirectoryOwner) -> None:
-        """Close this training, since another one of the model is made. Warns of lost steps with UserWarning. Raises OSError."""
+        """Close this training for a new one of the same model. Warns of lost steps with UserWarning. Raises OSError."""
         if self.steps != self._saved_steps:
             warnings.warn(
                 f"another OffloadedTraining is made of this {type(self.model).__name__}: the one before is closed, and its"
@@ -606,7 +606,7 @@ class OffloadedTraining:
 
 
 def _check_choices(micro_batches: int, **given: str | None) -> None:
-    """Raise ValueError for an option that is none of its choices."""
+    """Raise ValueError for an option whose value is not one of its choices."""
     for name, choice in given.items():
         if choice not in _CHOICES[name]:
             raise ValueError(f"{name} must be one of {', '.join(filter(None, _CHOICES[name]))}, got {choice!r}")

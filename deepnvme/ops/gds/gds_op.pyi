@@ -10,13 +10,13 @@ source_hash: str
 class gds_handle(aio_handle):
     """DeepSpeed's handle for CUDA tensors (DeepSpeed 0.19, ``py_ds_gds.cpp``): the methods of ``aio_handle``, and those below.
 
-    Whole pages of a CUDA tensor go between the drive and GPU memory by cuFile, a block at a time on up to 16 threads for each
-    worker; what is left at the ends, and CPU tensors, go as with ``aio_handle``. Where cuFile, its driver, or the file's
-    filesystem or drive cannot, everything does, and ``stats()["fallbacks"]`` has the reason; ``stats()["bytes_gds"]`` is what
-    went by cuFile.
+    cuFile transfers whole pages of a CUDA tensor between the drive and GPU memory, a block at a time on up to 16 threads for each
+    worker. Incomplete pages at the ends, and CPU tensors, are transferred as with ``aio_handle``. So are all bytes if cuFile, its
+    driver, or the file's filesystem or drive does not support GPU-direct transfers; ``stats()["fallbacks"]`` has the reason.
+    ``stats()["bytes_gds"]`` is the number of bytes that cuFile has transferred.
 
-    ``strict``: raise instead: RuntimeError here, where there is no cuFile, and OSError from the transfer of a file that it
-    cannot take.
+    ``strict``: raise instead: RuntimeError from the constructor if there is no cuFile, and OSError from a transfer of a file that
+    cuFile does not support.
     """
 
     def __init__(
@@ -31,23 +31,24 @@ class gds_handle(aio_handle):
         strict: bool = False,
     ) -> None: ...
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor with the device and dtype of ``example_tensor``, registered as by :meth:`pin_device_tensor`."""
+        """Return a new tensor with the device and dtype of ``example_tensor``, registered as by :meth:`pin_device_tensor`."""
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
         """Unregister a tensor's memory: another name of :meth:`unpin_device_tensor`."""
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Register a tensor's memory with cuFile, which then needs no buffer of its own for it.
+        """Register a tensor's memory with cuFile, which then needs no bounce buffer for it. Return whether it was registered.
 
-        Its storage is kept, and must not be resized, until it is unregistered.
-        False where transfers do not go by cuFile anyway, and for a tensor of less than 4096 bytes, which never does. Raises
-        ValueError for a tensor on the CPU or one that is not contiguous, OSError for what cuFile refuses (EEXIST for memory
-        registered already).
+        The tensor's storage is kept, and must not be resized, until it is unregistered. Returns False if cuFile is not used, or
+        the tensor has less than 4096 bytes. Raises ValueError for a tensor on the CPU or one that is not contiguous, OSError if
+        cuFile refuses the memory (EEXIST for memory registered already).
         """
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """False for what is not registered. Not while a transfer of it is under way. Raises OSError where the device's context
-        cannot be had; the tensor is registered still."""
+        """Unregister a tensor's memory. Return False if it is not registered. Not allowed while it is being transferred.
+
+        Raises OSError if the device's context is not available; the tensor then stays registered.
+        """
 
 def adopt_pinned_ranges(shared: object) -> None:
-    """Have this op and ``async_io`` know the same pinned memory; ``GDSBuilder.load`` does it."""
+    """Share the record of pinned memory of ``async_io`` with this op. Called by ``GDSBuilder.load``."""
 
 def version() -> str:
-    """cuFile's, such as "1.14". Raises RuntimeError where there is none."""
+    """Return the version of cuFile, such as "1.14". Raises RuntimeError if there is no cuFile."""

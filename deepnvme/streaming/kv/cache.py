@@ -244,7 +244,7 @@ def offload_kv(
 
 
 def _cache_argument(model: PreTrainedModel) -> str | None:
-    """Return the name of the model's argument for a cache; None if the model has no states that grow."""
+    """Return the name of the forward's argument for a KV cache; None if the model has no states that grow with each token."""
     names = inspect.signature(model.forward).parameters
     if "past_key_values" in names:
         return "past_key_values"

@@ -138,7 +138,7 @@ class KVChunkStore:
             raise RuntimeError(text) from broken
 
     def mark_broken(self, error: BaseException) -> NoReturn:
-        """Raise ``error``, and make the cache unusable until :meth:`mend`."""
+        """Raise ``error``, and make the cache unusable until :meth:`mend` is called."""
         self._broken = error
         raise error
 
@@ -257,7 +257,7 @@ class _Chunks:
 
 
 class _ChunkMemory:
-    """Memory for the chunks of the block cache: ``reading`` bytes for read-ahead, and 16 MiB for chunks being written."""
+    """Memory for the chunks in the block cache: bytes for read-ahead, set by :meth:`make_room`, and 16 MiB for writes."""
 
     separate_residents = False
 

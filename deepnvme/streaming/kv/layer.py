@@ -279,9 +279,9 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _gathered(self, begin: int, end: int) -> Pair:
-        """Return memory for positions ``begin`` to ``end``, filled with those that the layer has. Blocks.
+        """Return memory for positions ``begin`` to ``end``, filled with the positions that the layer has. Blocks.
 
-        Earlier positions are read from the drive, and the newest are copied from memory; positions behind these stay undefined.
+        Earlier positions are read from the drive, and the newest are copied from memory. Later positions stay undefined.
         """
         states = self._drive.whole(self._newest.form, end - begin, self._device)
         self._drive.expect(self._index)
@@ -301,7 +301,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     # The drive.
 
     def _store(self, seen: int, states: Pair, begin: int) -> None:
-        """Write the positions from ``begin`` on that fill chunks, and keep the rest as the newest in memory.
+        """Write the positions from ``begin`` on, as far as they fill chunks, and keep the rest as the newest in memory.
 
         ``states`` are the positions from ``seen`` on, the new ones at their end. If they include all positions that are
         not on the drive, chunks are written from ``states`` directly, without a copy to the strip.
@@ -314,13 +314,13 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._store_chunks(lambda first, last: slice_positions(states, first - seen, last - seen), begin, end)
 
     def _store_newest(self) -> None:
-        """Write those of the newest positions that fill chunks, and keep the rest."""
+        """Write the newest positions as far as they fill chunks, and keep the rest in memory."""
         newest = self._newest
         if newest.end - newest.start >= self._per_chunk:
             self._store_chunks(newest.view, newest.start, newest.end)
 
     def _store_chunks(self, states: Callable[[int, int], Pair], begin: int, end: int) -> None:
-        """Write the positions from ``begin`` to ``end`` that fill chunks, and keep the rest as the newest in memory.
+        """Write the positions from ``begin`` to ``end``, as far as they fill chunks, and keep the rest in memory.
 
         ``states(first, last)`` returns the keys and values of positions ``first`` to ``last``.
         """

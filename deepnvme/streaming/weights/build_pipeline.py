@@ -36,7 +36,7 @@ _READ = 2
 _WRITTEN = 2
 """Extents in memory that are being written."""
 _CHECKSUM_DIGITS = 10
-"""Most decimal digits of a 32-bit checksum: by so many bytes the manifest grows when a checksum replaces null."""
+"""Most decimal digits of a 32-bit checksum: most bytes by which the manifest grows when a checksum replaces null."""
 
 
 class ExtentBuilder:
@@ -108,7 +108,7 @@ def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str]
 
     Raises:
         WeightMismatch: If source and model differ.
-        ValueError: If the source has no weights, or a name in ``blocks`` is no block.
+        ValueError: If the source has no weights, or a name in ``blocks`` is not that of a block.
     """
     found = {name: source.info(name) for name in source.names()}
     if not found:
@@ -145,7 +145,7 @@ def build(
 
     Raises:
         FileExistsError: If there is a store already.
-        Exception: What reading, converting and writing raise. Then there is no store.
+        Exception: Whatever reading, converting and writing raise. There is no store then.
     """
     total = sum(each.extent.nbytes for each in builders)
     store = TensorStore(where, persist=True, engine=engine, owner=DirectoryOwner("WeightStore", "wait until it is built"))

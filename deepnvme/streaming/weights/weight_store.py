@@ -43,8 +43,8 @@ Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Locatio
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
 _IN_FLIGHT_BYTES = 32 << 20
-"""Most bytes that each of a drive's workers reads at a time: enough for its full speed, and few enough that extents arrive one
-after the other. With 128 MiB, three extents of 45 MB shared the drive and all arrived late: a pass over int8 weights took a
+"""Most bytes that each of a drive's workers reads at a time: enough for its full speed, and few enough that extents are read one
+after the other. With 128 MiB, three extents of 45 MB were read at once and all completed late: a pass over int8 weights took a
 fourth longer."""
 
 
@@ -110,9 +110,9 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     ) -> WeightStore:
         """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
-        At most four extents are in memory at a time, and for two of them also the weights as they are in their files, if
-        these differ from the tensors. The store exists only once all of it is written: what an error, Ctrl-C or a crash
-        leaves behind cannot be opened, and is removed at once or by the next build.
+        At most four extents are in memory at a time, and for two of them also the weights in the form of their files, if that
+        differs from the tensors. The store exists only once all of it is written: files left by an error, Ctrl-C or a crash
+        cannot be opened, and are removed at once or by the next build.
 
         Args:
             model_or_checkpoint: One of: a module; a .safetensors file; a .pt file that torch.save wrote of a state_dict; the
@@ -139,8 +139,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             FileNotFoundError: If the checkpoint, or one of its files, is missing.
             FileExistsError: If a directory has a store already.
             StoreLocked: If a directory is in use.
-            ValueError: If an argument is out of range, a file is no checkpoint that can be read, or a value cannot be
-                quantised.
+            ValueError: If an argument is out of range, a file is not a readable checkpoint, or a value cannot be quantised.
             UnpicklingError: If a .pt file holds anything but tensors.
             TypeError: If ``model_or_checkpoint`` has no weights, or ``config`` is not an AioConfig.
             OSError: ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
@@ -171,7 +170,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         Args:
             path: All directories of the store.
             config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`. With None,
-                each worker has at most 32 MiB in flight, so that extents arrive one after the other.
+                each worker has at most 32 MiB in flight, so that extents are read one after the other.
 
         Raises:
             FileNotFoundError: If the directories have no store, or one that was not built to its end.
@@ -211,7 +210,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         Args:
             extent: Name of the extent.
             out: ``extents[extent].nbytes`` bytes (uint8), contiguous, on any device. It must not be touched until the future is
-                done. Memory of a lease is read into directly, without a copy.
+                done. Memory leased from a BufferPool is filled directly, without a copy.
 
         Returns:
             A future whose result is a view of ``out``. Its ``result()`` raises later errors, including CorruptExtent: if

@@ -128,7 +128,7 @@ def _transfer(descriptor: int) -> DirectIO:
 
 
 def _profile(directory: Path, drive: Drive) -> Fact:
-    """Return the report's line about the settings of engines for a directory: of its drive's profile, or the default ones.
+    """Return the report's line about the engine settings for a directory: those of its drive's profile, or the defaults.
 
     Its value is the path of the profile's file, or None if the default settings apply.
     """

@@ -141,7 +141,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     Signals that other code already handles or ignores keep their handlers. Each warning is printed as one line.
 
     Args:
-        program: The program's name, with which each line begins.
+        program: The program's name. Each line begins with it.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     taken = [number for number, each in before.items() if each in (signal.SIG_DFL, signal.default_int_handler)]

@@ -22,7 +22,7 @@ _FEWEST_FOR_RANKS = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """How much longer a setting takes than the recommended one, as a share of the recommended one's time: 0.02 is 2 % longer.
+    """How much longer a setting takes than the recommended one, relative to the recommended one's time: 0.02 is 2 % longer.
 
     Both were measured in the same passes, with transfers of the same length.
     """

@@ -61,8 +61,8 @@ class Percentiles:
     def of(cls, counts: Mapping[float, int]) -> Percentiles:
         """Return the percentiles of latencies that are given as a histogram.
 
-        Each percentile is one of the given latencies: the smallest one that at least that share of all measurements does not
-        exceed.
+        Each percentile is one of the given latencies: the smallest one that at least that share of the measurements is less than
+        or equal to.
 
         Args:
             counts: Number of measurements for each latency in seconds; at least one entry.

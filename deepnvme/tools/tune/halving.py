@@ -184,7 +184,7 @@ def _least_transfers(counts: Sequence[int]) -> int:
 
 @dataclass
 class _Runner:
-    """Measures the settings of each round within limits of time and bytes, and keeps what it measured."""
+    """Measures the settings of each round within limits of time and bytes, and keeps the measurements."""
 
     operations: Sequence[Operation]
     measure: Measure
@@ -235,27 +235,32 @@ class _Runner:
             done += 1
         self.rate = nbytes * done * len(contenders) / (self.clock() - begin)
 
-    def _plan(self, counts: Sequence[int], least: int, io_size: int, movable: float, share: float) -> tuple[int, int]:
-        """Return the bytes of each transfer of a round, and the most passes to make.
+    def _plan(
+        self, counts: Sequence[int], least_passes: int, io_size: int, movable_bytes: float, write_share: float
+    ) -> tuple[int, int]:
+        """Plan a round. A pass makes one transfer in each direction with each of the round's settings.
 
         Args:
             counts: Number of settings in this round and in each later one.
-            least: Passes that are made however long they take.
+            least_passes: Passes that are made however long they take.
             io_size: Bytes of the largest transfer.
-            movable: Bytes that can be moved in each direction in the round's time.
-            share: The round's share of the bytes that may still be written.
+            movable_bytes: Bytes that can be transferred in each direction in the round's time.
+            write_share: Fraction of the bytes that may still be written that this round may write.
+
+        Returns:
+            The bytes of each transfer, and the most passes to make.
         """
         passes, most = (_FINAL_PASSES, _MOST_FINAL_PASSES) if len(counts) == 1 else (_PASSES, _MOST_PASSES)
         low, high = (min(io_size, each) for each in _SHORTEST_BYTES)
         shortest = min(max(_SHORTEST_SECONDS * self.rate, low), high)
-        nbytes = _whole_mib(min(max(movable / (counts[0] * passes), shortest), io_size))
+        nbytes = _whole_mib(min(max(movable_bytes / (counts[0] * passes), shortest), io_size))
         if self.writes_left is None:
             return nbytes, most
         later = low * _least_transfers(counts[1:])
-        writes = min(max(self.writes_left * share, low * least * counts[0]), self.writes_left - later) / counts[0]
-        allowed = _whole_mib(min(nbytes, max(writes / passes, high), writes / least))
+        writes = min(max(self.writes_left * write_share, low * least_passes * counts[0]), self.writes_left - later) / counts[0]
+        allowed = _whole_mib(min(nbytes, max(writes / passes, high), writes / least_passes))
         possible = min(most, int(writes // allowed))
-        self.shortened |= possible < min(most, movable / (counts[0] * allowed))
+        self.shortened |= possible < min(most, movable_bytes / (counts[0] * allowed))
         return allowed, possible
 
     def _sample(self, setting: AioConfig, nbytes: int, batch: int) -> Sample:

@@ -83,7 +83,8 @@ def longer(search: Search, result: Result) -> str:
 def cells(search: Search) -> dict[tuple[int, int], Result]:
     """Return the best result for each pair of block size and queue depth, over all numbers of workers and all backends.
 
-    The best result is the recommended one, or else the fastest one of those that stayed in the search longest.
+    The best result is the recommended one if the pair has it, else the fastest among the results that stayed in the search
+    longest.
     """
     found: dict[tuple[int, int], Result] = {}
     for result in (search.best, *search.results):

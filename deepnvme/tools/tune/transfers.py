@@ -119,7 +119,7 @@ class TransferBuffer:
         return (self.tensor if self._host is None else self._host)[:nbytes]
 
     def arrived(self, nbytes: int | None = None) -> None:
-        """Copy what was read from the host buffer to the GPU tensor. Does nothing if there is no host buffer.
+        """Copy the bytes that were read from the host buffer to the GPU tensor. Does nothing if there is no host buffer.
 
         Args:
             nbytes: Bytes that were read; None for the size of the tensor.
@@ -218,7 +218,7 @@ class TensorMover:
     def matches(self, path: Path) -> bool:
         """Return whether file and tensor have the same content.
 
-        With torch.load, the tensor that was read last is compared, or, if none was read, the file.
+        With torch.load, the tensor that was loaded last is compared; if none was loaded, the file is read.
         """
         if self._job.by_torch:
             return self.tensor.equal(self._load(path) if self._loaded is None else self._loaded)

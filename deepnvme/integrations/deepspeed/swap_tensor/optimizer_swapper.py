@@ -43,11 +43,10 @@ class OptimizerSwapper(SwapSizes):
 
     A "parameter" is a sub-group's flat partition of master weights, with an attribute ``ds_id`` (str) that names its files. The
     parameter and its optimizer states are empty except between :meth:`swap_in_optimizer_state` and
-    :meth:`swap_out_optimizer_state`. The latter starts to swap a state when it first sees it, if the state is large enough; its
-    shape and dtype do not matter.
+    :meth:`swap_out_optimizer_state`. The latter also swaps new states of the optimizer, of any shape and dtype, if they are large
+    enough.
 
-    A gradient is kept from its arrival until a step of ``optimizer`` has used it, even if its sub-group is swapped in and out
-    meanwhile.
+    A stored gradient is kept until a step of ``optimizer`` has used it, even if its sub-group is swapped in and out meanwhile.
 
     **Memory.** The swapper keeps within ``buffer_count`` buffers of ``largest_numel`` elements. Only if the current sub-group
     does not fit does it lease more from ``pool``; if that is not enough either, OutOfBuffers says what to set. Memory that a
@@ -57,10 +56,9 @@ class OptimizerSwapper(SwapSizes):
     **Errors** are OSError with the path. No data is lost: a call that raised an error can be repeated. The error of a write in
     the background is raised by the next call, before that call changes anything; the data stays in memory and is written again.
 
-    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that have not
-    arrived since the last step are taken from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last
-    step's gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before
-    the step.
+    Contract: DeepSpeed 0.19, ``runtime/swap_tensor/optimizer_utils.py``. One difference: parts of a gradient that were not stored
+    since the last step are copied from :attr:`last_gradients`, or else are zero. DeepSpeed's swapper uses the last step's
+    gradient if it is large enough to be swapped; a smaller one is undefined or None, also after states were set before the step.
 
     Args:
         swap_config: DeepSpeed's ``offload_optimizer`` configuration; ``buffer_count`` is used.
@@ -100,7 +98,7 @@ class OptimizerSwapper(SwapSizes):
         self.last_gradients: Callable[[torch.Tensor], Iterable[tuple[int, torch.Tensor]]] = lambda parameter: ()
         """Returns the latest gradients of a sub-group's parts, given its flat parameter, as (offset in elements, flat tensor).
 
-        They are used for parts of the gradient that have not arrived since the last step. A step may have used them before.
+        They are used for parts of the gradient that were not stored since the last step. A step may have used them before.
         """
         self.swap_params_info: dict[Any, OptimizerStateSwapInfo] = {}
         """The sub-groups, in the order of a step, by the ``ds_id`` of their parameters."""
@@ -242,10 +240,10 @@ class OptimizerSwapper(SwapSizes):
             info.add_gradients(gradient_offsets, gradient_tensors)
 
     def keep_last_gradients(self, parameter: torch.Tensor) -> None:
-        """Copy, from :attr:`last_gradients`, the parts of a gradient that have not arrived since the last step.
+        """Store, from :attr:`last_gradients`, the parts of a gradient that were not stored since the last step.
 
-        Called before the tensors of ``last_gradients`` change. The copied parts count as arrived. Blocks and raises like
-        :meth:`swap_out_gradients`. Does nothing for an unknown parameter.
+        Called before DeepSpeed overwrites the tensors of ``last_gradients``. Blocks and raises like :meth:`swap_out_gradients`.
+        Does nothing for an unknown parameter.
         """
         info = self.swap_params_info.get(self.parameter_id(parameter))
         last = [] if info is None else self._last_gradients(info)
@@ -258,8 +256,8 @@ class OptimizerSwapper(SwapSizes):
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
         """Bring a parameter, its states and its gradient into memory. Called by DeepSpeed before it steps a sub-group. Blocks.
 
-        ``parameter.grad`` is set to the parts of the gradient that have arrived since the last step. Its other parts are taken
-        from :attr:`last_gradients`, or else are zero. Does nothing for a parameter that is unknown or swapped in already.
+        ``parameter.grad`` gets the parts of the gradient that were stored since the last step. Its other parts are copied from
+        :attr:`last_gradients`, or else are zero. Does nothing for a parameter that is unknown or swapped in already.
 
         Args:
             parameter: The parameter of the sub-group that will be stepped.
@@ -285,8 +283,8 @@ class OptimizerSwapper(SwapSizes):
 
         The tensors are empty afterwards. Their values are written in the background, or stay in memory if the sub-group is
         resident. If the optimizer has stepped the parameter since it was swapped in, its gradient is dropped. Otherwise the
-        gradient is kept for the step as it arrived; to keep changes to it, call :meth:`writeback_optimizer_state_and_gradients`
-        instead.
+        gradient is kept for the step as it was stored; to keep changes to it, call
+        :meth:`writeback_optimizer_state_and_gradients` instead.
 
         Does nothing for an unknown parameter.
 
@@ -304,11 +302,11 @@ class OptimizerSwapper(SwapSizes):
     def writeback_optimizer_state_and_gradients(
         self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool
     ) -> None:
-        """Swap a parameter, its states and its gradient out of memory, and keep the changes that the arguments name.
+        """Swap a parameter, its states and its gradient out of memory. The arguments select which changes are kept.
 
         Like :meth:`swap_out_optimizer_state`, but for tensors that were changed before a step. Called by DeepSpeed's
-        ``_writeback_swap_state``. Changes to other tensors are not written: those tensors keep the values of their files, or
-        newer values that memory already has.
+        ``_writeback_swap_state``. Changes that are not selected are not written: the tensors keep the values of their files, or
+        newer values that were in memory before.
 
         Args:
             parameter: The parameter of the sub-group.
@@ -390,7 +388,7 @@ class OptimizerSwapper(SwapSizes):
         return state
 
     def _last_gradients(self, info: OptimizerStateSwapInfo) -> list[tuple[int, torch.Tensor]]:
-        """Return, from :attr:`last_gradients`, (offset, gradient) of parts that have not arrived since the last step."""
+        """Return, from :attr:`last_gradients`, (offset, gradient) of the parts that were not stored since the last step."""
         gaps = list(info.gradient_gaps())
         return [
             (start, gradient)

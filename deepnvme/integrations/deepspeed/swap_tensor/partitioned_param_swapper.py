@@ -130,7 +130,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
 
         Raises:
             ValueError: If a partition is available or being read already.
-            OutOfBuffers: If there is no buffer left.
+            OutOfBuffers: If no buffer is free.
             OSError: From reading. No partition that was being read is available then.
         """
         if swap_in_buffers is None:
@@ -201,7 +201,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
 
         Raises:
             ValueError: If the partition is larger than ``buffer_size``.
-            OutOfBuffers: If there is no buffer left.
+            OutOfBuffers: If no buffer is free.
         """
         if numel > self.elements_per_buffer:
             raise ValueError(
@@ -303,7 +303,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return buffers
 
     def release_reserved_buffers(self) -> None:
-        """Make the buffers of :meth:`reserve_available_buffers` free again."""
+        """Free the buffers of :meth:`reserve_available_buffers`."""
         self.available_buffer_ids += self.reserved_buffer_ids
         self.reserved_buffer_ids = []
 
@@ -360,7 +360,7 @@ class AsyncPartitionedParameterSwapper(SwapSizes):
         return self.param_id_to_swap_buffer[key]
 
     def _release_buffer(self, key: Any) -> None:
-        """Make the buffer of the parameter with this ``ds_id`` free. Does nothing if it has none."""
+        """Free the buffer of the parameter with this ``ds_id``. Does nothing if the parameter has no buffer."""
         self.param_id_to_swap_buffer.pop(key, None)
         if key in self.param_id_to_buffer_id:
             self.available_buffer_ids.append(self.param_id_to_buffer_id.pop(key))

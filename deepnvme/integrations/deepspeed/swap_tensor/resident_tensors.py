@@ -10,9 +10,9 @@ from itertools import accumulate, chain, pairwise
 def choose_resident_tensors(states: Sequence[Sequence[int]], gradients: Sequence[int], limit: int) -> tuple[int, int]:
     """Divide ``limit`` bytes of memory between resident tensors and tensors that are read in each step.
 
-    A step uses the sub-groups in the same order each time, so dropping the least recently used one would drop the one needed
-    next. A fixed resident set is optimal. It consists of the first sub-groups, with which a step begins while the others are
-    being read. The others need room for two neighbours at a time: one in use, one being read.
+    A step uses the sub-groups in the same order each time, so dropping the least recently used sub-group would drop the one
+    needed next. A fixed resident set is optimal. It consists of the first sub-groups: a step uses them while the others are being
+    read. The others need room for two neighbours at a time: one in use, one being read.
 
     Between steps that room is free. Gradients are kept there, first those that the step needs first, but one sub-group that is
     read ahead must still fit.

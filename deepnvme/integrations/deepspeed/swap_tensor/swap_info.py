@@ -1,7 +1,7 @@
 """One sub-group of the optimizer: its master weights, states and gradient, which of them are swapped, and their tiles.
 
 The optimizer may add or remove states in each step. States that are not swapped, and the list of all states, are saved in a
-file beside the swap files: of the optimizer, DeepSpeed's checkpoints have only a copy of the swap folder, so the step count,
+file beside the swap files. For the optimizer, DeepSpeed's checkpoints have only a copy of the swap folder, so the step count,
 small states and the list would be lost otherwise.
 """
 
@@ -110,7 +110,7 @@ class OptimizerStateSwapInfo:
     Args:
         parameter: The master weights, with ``ds_id``.
         numel: Number of elements.
-        cache: Reads and writes the tiles, and has those that are in memory.
+        cache: Reads and writes the tiles, and keeps some in memory.
         folder: The folder of the files. Each tensor has a file; a state's file is named after the state, as with DeepSpeed.
         alignment: File lengths are a multiple of this many bytes.
         index: The sub-group's index in the order of a step, from 0.
@@ -136,10 +136,10 @@ class OptimizerStateSwapInfo:
         """The swapped states, by their names in the optimizer."""
         self.gradient = self._tile(f"{self.param_id}_gradient", nbytes)
         self._arrived: dict[int, int] = {}
-        """Parts of the gradient that have arrived since the last step: offset -> length, in elements."""
+        """Parts of the gradient given to :meth:`add_gradients` since the last step: offset -> length, in elements."""
 
     def has_gradients(self) -> bool:
-        """Return whether any part of the gradient has arrived since the last step."""
+        """Return whether :meth:`add_gradients` was given any part of the gradient since the last step."""
         return bool(self._arrived)
 
     def tiles(self) -> list[Tile]:
@@ -149,18 +149,19 @@ class OptimizerStateSwapInfo:
     # In and out of memory
 
     def initialize(self, fill: Callable[[torch.Tensor], object]) -> None:
-        """Have ``fill`` write the master weights into a flat tensor, and start writing them to their file."""
+        """Fill the master weights by calling ``fill`` with their flat tensor, and start writing them to their file."""
         self._cache.create(self.master.tile)
         fill(self.master.memory())
         self._cache.release([self.master.tile], changed=True)
 
-    def swap_in(self, last: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap_in(self, last_gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Bring the master weights, the states and the gradient into memory. Blocks.
 
-        Parts of the gradient that have not arrived since the last step are set to zero, or to the tensors in ``last``.
+        Parts of the gradient that :meth:`add_gradients` was not given since the last step are set to the tensors in
+        ``last_gradients``, or else to zero.
 
         Args:
-            last: Pairs of an offset in elements and a flat tensor of gradients.
+            last_gradients: Pairs of an offset in elements and a tensor of gradients from an earlier step.
 
         Raises:
             OutOfBuffers: If there is not enough memory.
@@ -173,7 +174,7 @@ class OptimizerStateSwapInfo:
         memory = self._gradient_memory()
         for offset, length in self.gradient_gaps():
             memory[offset : offset + length].zero_()
-        for start, gradient in last:
+        for start, gradient in last_gradients:
             memory[start : start + gradient.numel()].copy_(gradient.detach().reshape(-1))
         with defer_interrupts():
             for swapped in self._swapped():
@@ -186,7 +187,7 @@ class OptimizerStateSwapInfo:
         self._stepped = self.active
 
     def swap_out(self, write_opt_state: bool, write_gradients: bool) -> None:
-        """Swap the tensors out, write the changes that the arguments select, and drop a gradient that a step has used."""
+        """Swap the tensors out, and write the changes that the arguments select. A gradient that a step has used is dropped."""
         gradient = self.parameter.grad
         write_gradients = write_gradients and gradient is not None
         if write_gradients and gradient is not None:
@@ -233,7 +234,7 @@ class OptimizerStateSwapInfo:
         self._cache.discard(self.gradient)
 
     def gradient_gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset, length), in elements, of the parts of the gradient that have not arrived since the last step."""
+        """Yield (offset, length), in elements, of the parts that :meth:`add_gradients` was not given since the last step."""
         at = 0
         for offset, length in sorted(self._arrived.items()):
             if offset > at:
@@ -245,7 +246,7 @@ class OptimizerStateSwapInfo:
     # The optimizer's states, which ``state`` has by name
 
     def adopt(self, state: dict[str, Any], swappable: Collection[str]) -> None:
-        """Update the tiles to the current tensors of the parameter and its states. Called before the tensors are swapped out.
+        """Make the tiles match the current tensors of the parameter and its states. Called before the tensors are swapped out.
 
         Tensors that the optimizer has created or replaced are copied into tiles. Tiles of states that it has removed are
         dropped.
@@ -296,8 +297,8 @@ class OptimizerStateSwapInfo:
     def restore(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Set the optimizer's states to those in the file of :meth:`save`, if a checkpoint may have replaced the file since.
 
-        States that the file does not list are removed. States that are not swapped get their values from the file; a state
-        whose value a file cannot have stays unchanged. Does nothing if there is no file.
+        States that the file does not list are removed. States that are not swapped get their values from the file; a state whose
+        value :meth:`save` has left out stays unchanged. Does nothing if there is no file.
 
         Args:
             states: The optimizer's states by parameter.
@@ -310,7 +311,7 @@ class OptimizerStateSwapInfo:
         self._restores = False
 
     def _set(self, state: dict[str, Any], saved: SavedStates) -> None:
-        """Make the optimizer's states the saved ones, with the saved values of states that are not swapped."""
+        """Set the optimizer's states to the saved list of states. States that are not swapped get their saved values."""
         for name in [name for name in state if name not in saved.order]:
             del state[name]
         for name in saved.order:

@@ -1,4 +1,4 @@
-"""Block cache of the optimizer swapper. Its blocks are tiles: one tensor of a sub-group each, in a file of its own."""
+"""Block cache of the optimizer swapper. Its blocks are tiles: each is one tensor of a sub-group, with its own file."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ _MOST_EXPECTED = 32
 
 
 class BlocksOnDrive:
-    """A store for blocks and the cache that has blocks in memory.
+    """A store for blocks, and the cache that keeps blocks in memory.
 
     The cache reads ahead the blocks that followed in the last step, and after these the blocks that the next step begins with.
 
     Args:
-        paths: Directories, below which the store has one of its own.
+        paths: Directories. The store makes a new directory in each.
         config: Settings of the engine; None for the profile of the drive.
         owner: The training.
-        limit: Bytes of blocks in memory, which only a block that is needed at once exceeds.
+        limit: Most bytes of blocks in memory. Only a block that is needed immediately may exceed it.
 
     Raises:
         OSError: From creating and opening files.
@@ -62,7 +62,7 @@ class BlocksOnDrive:
             ending.callback(self.store.close)
 
     def begin_step(self) -> None:
-        """Begin a step. Transfers before it, as of an evaluation, do not count for it."""
+        """Begin a step. Earlier transfers, such as those of an evaluation, are not counted for the step."""
         self.io.finish()
         self.io.times.begin()
         if self._this_step:
@@ -75,7 +75,7 @@ class BlocksOnDrive:
         self.cache.acquire([block], then=self._upcoming())
 
     def create(self, block: Block) -> None:
-        """Give a block memory for new content, without reading the old content, and hold it until it is released.
+        """Give a block memory for new content, without reading the old content. The block keeps it until it is released.
 
         Raises like :meth:`BlockCache.create`.
         """
@@ -87,7 +87,7 @@ class BlocksOnDrive:
         return 1
 
     def _record_use(self, block: Block) -> None:
-        """Record a use. One that the last step did not have changes nothing in what is expected."""
+        """Record a use of a block, and update the expected uses if the last step had this use."""
         self._this_step.append(block)
         for place in range(self._place, len(self._last_step)):
             if self._last_step[place] is block:
@@ -101,13 +101,14 @@ class BlocksOnDrive:
 
 
 class ArenaMemory:
-    """Parts of one pinned region, of any size. Only what is needed at once, and finds no room there, has memory of its own.
+    """Lends parts of one pinned region, of any size. Only a block that is needed immediately and does not fit gets other memory.
 
-    A pool would keep chunks of each size: parameters in a forward, states in a backward, and take as much again.
+    A buffer pool would take twice the memory: it would keep chunks of the sizes of parameters, for forwards, and others of the
+    sizes of states, for backwards.
 
     Args:
         nbytes: Bytes of the region.
-        drop_ended: Drops transfers that have ended, which keep the memory of blocks that are gone.
+        drop_ended: Drops transfers that have ended; they keep the memory of dropped blocks.
     """
 
     separate_residents = False
@@ -115,7 +116,7 @@ class ArenaMemory:
     def __init__(self, nbytes: int, drop_ended: Callable[[], None]) -> None:
         self._arena, self._drop_ended = PinnedArena(nbytes), drop_ended
         self.limit = self._arena.nbytes
-        """Bytes of blocks."""
+        """Most bytes of blocks: the bytes of the region."""
 
     def take(self, block: Block) -> Memory | None:
         """Return a part of the region, or None if there is no room. Never waits. Raises OutOfBuffers like :meth:`grow`."""

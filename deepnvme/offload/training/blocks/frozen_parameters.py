@@ -16,15 +16,15 @@ from deepnvme.states.versions import VersionedBlock
 class FrozenParameters(VersionedBlock):
     """The parameters of a block that are not trained.
 
-    If weights among them are quantised, the block on the drive has these, and is in memory only while they are dequantised into
-    other memory, where the parameters are then. Otherwise the parameters are in the block.
+    If some of them are quantised, the block has the quantised weights. It is then in memory only while they are dequantised into
+    separate memory, which the parameters use. If none is quantised, the parameters use the block's own memory.
 
     Args:
         index: Identifies the block's versions.
         params: The parameters, with their numbers in the whole block.
-        names: Of all parameters of the block, for errors.
-        scheme: How weights are quantised for which that is worth it; None for no weight.
-        arena: Lends the memory that they are dequantised into.
+        names: Names of all parameters of the block, for errors.
+        scheme: How to quantise the weights for which that is worth it; None to quantise none.
+        arena: Lends the memory that weights are dequantised into.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class FrozenParameters(VersionedBlock):
         self._arena = arena
         self._values: torch.Tensor | None = None
         self.copy = DequantizedCopy(f"{index}.dequantized")
-        """Versions of a copy of the dequantised values on the drive, for state dicts."""
+        """Versions of a copy on the drive with the dequantised values, for state dicts."""
 
     @property
     def quantized(self) -> bool:
@@ -86,10 +86,10 @@ class FrozenParameters(VersionedBlock):
             self._dequantize(stored, section.of(self.values), self._schemes[section.piece])
 
     def quantize(self, given: Mapping[str, torch.Tensor] | None = None, only: Container[nn.Parameter] | None = None) -> None:
-        """Have the block be these parameters, quantised, and the parameters be what it is dequantised to. Both are in memory.
+        """Quantise the parameters into the block, and set them to their dequantised values. Both must be in memory.
 
         Args:
-            given: Quantised weights by name. One is taken as it is if the parameter is what it is dequantised to.
+            given: Quantised weights by name. Such a weight is copied as it is if it dequantises to exactly the parameter's value.
             only: Parameters that have changed; None for all.
 
         Raises:

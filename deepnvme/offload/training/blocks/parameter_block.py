@@ -18,19 +18,19 @@ from .frozen_parameters import FrozenParameters, quantizes
 
 
 class ParameterBlock(VersionedBlock):
-    """The parameters of one module. Those that are not trained are :attr:`frozen`, a block of their own, if there is one.
+    """The parameters of one module. Parameters that are not trained may be in a separate block, :attr:`frozen`.
 
-    With several processes, the block has this one's shards. The parameters are in other memory while they are used, into which
-    the shards of all are gathered.
+    With several processes, the block has this process's shards. While the parameters are in use, they are in separate memory,
+    into which the shards of all processes are gathered.
 
     Args:
         number: Number of the block in the model.
         params: Its parameters, each once, on the CPU.
-        names: Of the parameters, for errors.
-        arena: Lends the memory that quantised weights are dequantised into, and shards gathered into.
+        names: Names of the parameters, for errors.
+        arena: Lends the memory for dequantised weights and gathered shards.
         quantize: How weights that are not trained are quantised; None if they are not.
-        ranks: The processes that the parameters are sharded over; None if this one has all of each, as of the block that stays
-            in memory.
+        ranks: The processes that the parameters are sharded over; None if this process has the whole parameters, as in the block
+            that stays in memory.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class ParameterBlock(VersionedBlock):
             place.copy_(self.ranks.shard_of(whole[param]))
 
     def fill(self, values: Iterable[torch.Tensor], quantized: Mapping[str, torch.Tensor] | None) -> bool:
-        """Copy a value of each parameter to the block's memory, and that of the frozen ones, and quantise it there.
+        """Copy new values of the parameters to the memory of this block and of :attr:`frozen`, which quantises its values.
 
         Args:
-            values: What this process has of each parameter, in order: all of it, or its rows.
-            quantized: As :meth:`FrozenParameters.quantize` takes them.
+            values: This process's value of each parameter, in order: all of it, or this process's rows.
+            quantized: Quantised weights by name, as for :meth:`FrozenParameters.quantize`.
 
         Returns:
             Whether frozen parameters had other values before.
@@ -189,7 +189,7 @@ class ParameterBlock(VersionedBlock):
             raise _changed_error(moved)
 
     def detach(self) -> None:
-        """Take the memory from the parameters. Reading one then gives NaN; :meth:`check_absent` finds writes to one."""
+        """Detach the parameters from their memory. They then read as NaN; :meth:`check_absent` finds writes to them."""
         for param, absent in zip(self.params, self._absent, strict=True):
             param.data = absent
         self._gathered = None
@@ -202,7 +202,7 @@ class ParameterBlock(VersionedBlock):
             self.shards[section.piece].data = section.of(self.content)
 
     def detach_shards(self) -> None:
-        """Take the memory from the shards, unless they are the parameters themselves."""
+        """Detach the shards from their memory, unless they are the parameters themselves."""
         if self.ranks is not None:
             for shard in self.shards:
                 shard.data = absent_like(shard)
@@ -220,9 +220,9 @@ class ParameterBlock(VersionedBlock):
             yield self.frozen, self.frozen.values
 
     def view_of(self, tensor: torch.Tensor) -> tuple[VersionedBlock, View] | None:
-        """Return how a tensor looks at the parameters' memory; None if it looks elsewhere, or they have none.
+        """Return the block in whose memory a tensor lies, this one or :attr:`frozen`, and the tensor's layout in that memory.
 
-        With the view comes the block of these parameters: this one, or that of the frozen parameters.
+        None if the tensor is in other memory, or the parameters have no memory.
         """
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
             return None
@@ -232,7 +232,7 @@ class ParameterBlock(VersionedBlock):
         return None
 
     def tensor(self, part: VersionedBlock, view: View) -> torch.Tensor:
-        """Return a new tensor that shares memory with the parameters of ``part``, laid out as :meth:`view_of` has returned."""
+        """Return a new tensor over the memory of ``part`` with the layout ``view``, both as :meth:`view_of` has returned them."""
         content = dict(self._contents())[part]
         return view.on(content.untyped_storage(), int(content.storage_offset()))
 
@@ -245,17 +245,17 @@ class ParameterBlock(VersionedBlock):
             self.frozen.commit()
 
     def undo(self) -> None:
-        """Go back to the version of the last completed step, which is read next."""
+        """Return to the version of the last completed step: the next read of the block reads that version."""
         super().undo()
         if self.frozen is not None and self.frozen.uncommitted:
             self.frozen.undo()
 
 
 def _frozen(params: Sequence[nn.Parameter], quantize: Scheme | None) -> dict[int, nn.Parameter]:
-    """Return, by index, the parameters that become a block of their own.
+    """Return, by index, the parameters of the separate block of frozen parameters.
 
-    If some parameters are trained, these are all others, which then are never written again. If none is trained, they are
-    separated only if some of them are quantised.
+    If some parameters are trained, these are all others; their block is then never written again. If none is trained, these are
+    all parameters if some of them are quantised, else none.
     """
     quantized = {index: param for index, param in enumerate(params) if quantizes(quantize, param)}
     if not (quantized or any(param.requires_grad for param in params)):

@@ -21,13 +21,13 @@ from .parameter_block import ParameterBlock
 
 
 class SavedParameter:
-    """A tensor over a parameter that autograd has saved: how it looks at its block, whose memory is not kept.
+    """Stands for a tensor over a parameter that autograd saves: records its layout in the block, without keeping the memory.
 
     Args:
-        uses: Has the block in memory in the backward.
+        uses: Brings the block into memory in the backward.
         block: The block.
         part: The block itself, or that of its frozen parameters.
-        view: How the tensor looks at the part.
+        view: Layout of the tensor in the memory of ``part``.
     """
 
     __slots__ = ("_block", "_changes", "_part", "_uses", "_view")
@@ -54,15 +54,15 @@ class SavedParameter:
 class ParameterUses:
     """Begins and ends the uses of blocks of parameters, by hooks on their modules and on what autograd saves.
 
-    In a forward, a block is in memory while its module runs. In a backward, from the first tensor over it that autograd asks for,
-    or from its module's forward if that is computed again, until its gradients are complete and another block is used: then
-    nothing of its module's backward is left to be computed. With frozen parameters there may be, as long as those are used that
-    are in its module. At the end of a backward all uses end.
+    In a forward, a block is in memory while its module runs. In a backward, a block's use begins when autograd asks for the first
+    saved tensor over the block, or when its module's forward is computed again. It ends when the block's gradients are complete
+    and another block is used: nothing of the module's backward is then left to be computed. With frozen parameters something may
+    be left, so a block is kept while blocks inside of its module are used. At the end of a backward all uses end.
 
     Args:
         modules: The block of each module.
         blocks: All blocks.
-        drive: Has them in memory.
+        drive: Store and cache of the blocks.
         begun_in_backward: Called with each block whose use in a backward has begun.
         ended_in_backward: Called with each block whose use in a backward is about to end.
         begins_between_steps: Called before a forward outside of a step uses its first block.
@@ -80,7 +80,7 @@ class ParameterUses:
         self.recording = False
         """Whether forwards with gradients are allowed, since their saved tensors go through :meth:`saved`."""
         self.one_thread = OneThread()
-        """The thread that runs a method of the training. The model is refused to others meanwhile."""
+        """The thread that runs a method of the training. Other threads cannot use the model meanwhile."""
         self._blocks = tuple(blocks)
         self._absent = {address for block in self._blocks for address in block.absent_addresses()}
         self._drive = drive
@@ -115,8 +115,8 @@ class ParameterUses:
     def calling_before_use(self, function: Callable[[ParameterBlock, bool], None]) -> Iterator[None]:
         """Call a function before each use of a block by the model, within this context. For several micro-batches side by side.
 
-        A block then stays in memory until one of the micro-batches uses another block, and uses in a backward end with the
-        context and not with the first backward.
+        A block then stays in memory until one of the micro-batches uses another block. Uses in a backward end with the context,
+        not with the first backward.
 
         Args:
             function: Called with the block, and with whether the use belongs to a backward.
@@ -180,7 +180,7 @@ class ParameterUses:
     # Two methods and no context: a generator that an interrupt gives up ends when it is collected, after everything was reset.
 
     def begin_change(self, block: ParameterBlock) -> None:
-        """Bring into memory what a step changes: the block's shards, or its parameters with a single process. Raises OSError.
+        """Bring the tensors that a step changes into memory: the shards or, with one process, the parameters. Raises OSError.
 
         Whole parameters that were gathered from shards before keep their values.
         """
@@ -325,7 +325,7 @@ class ParameterUses:
         self._begun_in_backward(block)
 
     def completed(self, block: ParameterBlock) -> None:
-        """Record that all gradients of a block have arrived, so that its use ends when another block is used."""
+        """Record that all gradients of a block are complete, so that its use ends when another block is used."""
         self._end_complete(block)
         if block in self._in_backward:
             self._complete.add(block)

@@ -28,7 +28,7 @@ class BlockGradients:
     Args:
         name: Identifies the block in the store.
         params: The parameters that require gradients.
-        drive: Has the block in memory.
+        drive: Store and cache of the block.
     """
 
     def __init__(self, name: str, params: Sequence[nn.Parameter], drive: BlocksOnDrive) -> None:
@@ -122,7 +122,7 @@ class TrainedStates(SubGroupBlock):
         self._undo: Callable[[], None] | None = None
 
     def begin_change(self) -> None:
-        """Keep what :meth:`undo` goes back to. Call it before the states are loaded or replaced."""
+        """Record the current states for :meth:`undo`. Call it before the states are loaded or replaced."""
         block, bring_back = self.block, self.sub_group.snapshot()
 
         def undo() -> None:
@@ -154,13 +154,13 @@ class TrainedStates(SubGroupBlock):
 
 
 class TrainedBlock:
-    """Parameters that are stepped together, their states, and what brings both back if the step is undone.
+    """Parameters that are stepped together, and their states. A step can be undone.
 
     Args:
         parameters: The block of the parameters.
-        sub_groups: Step those that require gradients, one after the other: while one is stepped, the states of the next are read
-            and those of the one before are written.
-        drive: Has blocks in memory.
+        sub_groups: Step the parameters that require gradients, one sub-group after the other: while one is stepped, the states of
+            the next are read, and those of the previous one are written.
+        drive: Store and cache of the blocks.
     """
 
     def __init__(self, parameters: ParameterBlock, sub_groups: Iterable[SubGroup], drive: BlocksOnDrive) -> None:
@@ -168,10 +168,10 @@ class TrainedBlock:
         self.states = tuple(TrainedStates(each, drive) for each in sub_groups)
         self.trained = tuple(param for param in parameters.params if param.requires_grad)
         self.trained_shards = tuple(shard for shard in parameters.shards if shard.requires_grad)
-        """What is stepped of each trained parameter: the parameter itself, or this process's shard of it."""
+        """For each trained parameter, the tensor that is stepped: the parameter itself, or this process's shard of it."""
         self.gradients = BlockGradients(f"{parameters.index}.gradients", self.trained_shards, drive)
         self.arrived: Counter[torch.Tensor] = Counter()
-        """For each parameter, how many of the backwards in progress have accumulated its gradient."""
+        """For each parameter, the number of backwards in progress that have accumulated its gradient."""
         self.stepped = False
         """Whether the current step has changed the block."""
         self.averaged = False
@@ -231,17 +231,17 @@ class TrainedBlock:
         states: Mapping[torch.Tensor, Mapping[str, Any]],
         groups: Groups,
     ) -> None:
-        """Replace the parameters, which are in memory, and their states. Undo it if it fails.
+        """Replace the parameters, which are in memory, and their states. If this fails, call :meth:`undo`.
 
         Args:
             values: For each parameter, its value.
-            quantized: Quantised weights by name, as :meth:`FrozenParameters.quantize` takes them.
+            quantized: Quantised weights by name, as for :meth:`FrozenParameters.quantize`.
             states: For each parameter, its whole state.
             groups: The parameter groups that belong to these states.
 
         Raises:
             ValueError: If a value cannot be quantised.
-            OSError: From the drive.
+            OSError: If the drive cannot be read or written.
         """
         self.stepped = True
         frozen = self.parameters.frozen
@@ -258,7 +258,7 @@ class TrainedBlock:
             self._drive.cache.release([frozen], changed=frozen_changed)
 
     def write_values(self) -> None:
-        """Have the cache write the parameters, which are in memory, as they are there. Undo it if it fails. Raises OSError."""
+        """Start writing the parameters' values in memory as a new version. Call :meth:`undo` if this raises OSError."""
         self.stepped = True
         self._write_parameters()
         frozen = self.parameters.frozen

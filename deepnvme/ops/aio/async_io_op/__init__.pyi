@@ -25,7 +25,7 @@ source_hash: str
 """Hash of the sources this module was compiled from; ``AsyncIOBuilder.load`` compares it."""
 
 def backends() -> dict[str, str | None]:
-    """Every backend by name, fastest first; ``None`` where it works here, else why it does not. Tries each in earnest."""
+    """Try each backend. Return, by name, fastest first, None if it works on this machine, else the reason why it does not."""
 
 class Future:
     """A read, write or fsync that this op has started: :class:`deepnvme.Future`, which documents it."""
@@ -152,38 +152,38 @@ class aio_handle:
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Write the tensor, and return 1, the number of operations that have ended. Blocks."""
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]:
-        """Start reading into the tensor, which is not to be touched before :meth:`wait`, and return 0.
+        """Start reading into the tensor, which must not be touched before :meth:`wait`, and return 0.
 
         Until the read has ended, the tensor's storage is kept, and must not be resized: see ``deepnvme.Engine.read``.
         """
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> Literal[0]:
-        """Start writing the tensor, which is not to be changed before :meth:`wait`, and return 0. Its storage as for
-        :meth:`async_pread`.
+        """Start writing the tensor, which must not be changed before :meth:`wait`, and return 0.
 
+        Until the write has ended, the tensor's storage is kept, and must not be resized, as for :meth:`async_pread`.
         ``filename``: a path, or the descriptor of a file that is open for writing.
         """
     def async_pread_many(
         self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
-        """Start reading into each tensor from a file of its own, by one call. DeepSpeed has no such method.
+        """Start reading into several tensors, each from its own file, by one call. DeepSpeed has no such method.
 
-        Otherwise like :meth:`async_pread`. If it raises, nothing that it started is under way, or counted by :meth:`wait`.
+        Otherwise like :meth:`async_pread`. If it raises, none of its reads is in progress, or counted by :meth:`wait`.
         """
     def async_pwrite_many(
         self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
-        """Start writing each tensor to a file of its own, by one call: see :meth:`async_pread_many`."""
+        """Start writing several tensors, each to its own file, by one call: see :meth:`async_pread_many`."""
     def wait(self) -> int:
-        """Wait for all operations that were started, and return how many there were since the last wait.
+        """Wait for all operations in progress, and return how many operations were started since the last wait.
 
-        Raises the first error of any of them, once all have ended. The next wait starts anew.
+        After all have ended, raises the first error of any of them. The next wait counts from zero.
         """
     def get_block_size(self) -> int:
         """Return the most bytes of one system-level transfer."""
     def get_queue_depth(self) -> int:
-        """Return how many blocks each worker keeps under way at most."""
+        """Return the most blocks that each worker has in progress at a time."""
     def get_single_submit(self) -> bool:
-        """Return whether each block has a system call of its own."""
+        """Return whether each block is submitted by a separate system call."""
     def get_overlap_events(self) -> bool:
         """Return the setting as it was given; the engine overlaps in any case."""
     def get_intra_op_parallelism(self) -> int:

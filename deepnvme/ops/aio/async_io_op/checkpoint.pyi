@@ -7,12 +7,12 @@ from typing import Any
 from typing_extensions import Buffer
 
 def none_for(types: frozenset[type], otherwise: Callable[[object], Any]) -> Callable[[object], Any]:
-    """A function that returns None for an object of exactly one of the types, and otherwise what ``otherwise`` returns for it."""
+    """Return a function that returns None for an object of exactly one of the types, else the result of ``otherwise`` for it."""
 
 def pickle_walk(
     stream: bytes, most_nested: int, most_unregistered: int = ...
 ) -> tuple[int, int, int, bool, bool, list[bytes] | None]:
-    """Look through a pickle without making anything of it.
+    """Scan a pickle without making any object.
 
     Stops early, not complete, above ``most_nested`` (at most 16382) levels, above ``most_unregistered``
     objects, or at a memo index not below ``len(stream)``.
@@ -40,7 +40,7 @@ def zip_layout(names: list[str], sizes: Buffer, crcs: Buffer, alignment: int) ->
     """
 
 class Checksums:
-    """The CRC-32s of records, computed while the bytes of their file pass by, once and in order. Not thread-safe.
+    """CRC-32s of records, computed from the bytes of their file, which are passed once and in order. Not thread-safe.
 
     Args:
         places: What :func:`zip_layout` returns for the records.
@@ -53,7 +53,7 @@ class Checksums:
 
     def __init__(self, places: Buffer, sizes: Buffer, wanted: bytes) -> None: ...
     def advance(self, begin: int, address: int, nbytes: int) -> None:
-        """Take the next bytes of the file into account, and write into them the CRC-32s that belong there.
+        """Add the next bytes of the file to the checksums, and write the CRC-32s that belong into these bytes there.
 
         Bytes that are data of records only are not written to. Blocks, without the GIL.
 

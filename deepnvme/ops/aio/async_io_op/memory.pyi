@@ -3,10 +3,10 @@
 from typing_extensions import Buffer
 
 def copy_many(destinations: Buffer, sources: Buffer, lengths: Buffer) -> None:
-    """What :func:`deepnvme.memory.tensor_bytes.copy_many` documents. Any contiguous buffers of uint64 serve."""
+    """See :func:`deepnvme.memory.tensor_bytes.copy_many`. Accepts any contiguous buffers of uint64."""
 
 def crc32(data: Buffer, crc: int = 0, tables: bool = False) -> int:
-    """What ``zlib.crc32`` returns, at the speed of memory, without the GIL, and from 16 MiB on by up to 4 threads.
+    """Return the result of ``zlib.crc32``, at the speed of memory and without the GIL. From 16 MiB on, uses up to 4 threads.
 
     Args:
         data: Contiguous bytes of one dimension.
@@ -15,7 +15,7 @@ def crc32(data: Buffer, crc: int = 0, tables: bool = False) -> int:
     """
 
 def crc32_combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two ranges in a row: ``first`` of the one, ``second`` of the other, which has ``nbytes`` bytes."""
+    """Return the CRC-32 of two consecutive ranges from that of each. ``nbytes``: bytes of the second range."""
 
 def crc32_method() -> str:
-    """How this processor computes it: "pclmulqdq", "crc32 instructions" or "tables"."""
+    """Return how this processor computes CRC-32: "pclmulqdq", "crc32 instructions" or "tables"."""

@@ -1,20 +1,20 @@
 """Rows of tables in memory; ``csrc/bindings/tables_binding.cpp``. :mod:`deepnvme.tables` is written on it.
 
-One call at a time for each table: nothing here locks. Nothing checks addresses or the numbers of rows. The GIL is released where
-rows are copied or sorted.
+Not thread-safe: make one call at a time for each table. Addresses and row numbers are not checked. The GIL is released while rows
+are copied or sorted.
 """
 
 VERSION_HEADER_BYTES: int
-"""In front of each version of a record, in tables with two."""
+"""Bytes of the header before each version of a record, in tables with two versions."""
 
 def slot_bytes(record_bytes: int) -> int:
     """Return the bytes that a record takes in the memory of a cache."""
 
 def overhead_bytes(rows: int, slots: int) -> int:
-    """Return the bytes that a cache takes besides the memory that it is given."""
+    """Return the bytes that a cache takes in addition to the memory passed to it."""
 
 def first_outside(rows: int, count: int, rows_of_table: int) -> int | None:
-    """Return the position of the first number that is no row's, of ``count`` int64 at the address ``rows``."""
+    """Return the position of the first number that is not a row of the table, among ``count`` int64 at the address ``rows``."""
 
 class RowCache:
     """The rows of a table that are in memory, and where all rows are on the drive: see ``csrc/tables/geometry.h``.
@@ -39,16 +39,16 @@ class RowCache:
         memory: int,
     ) -> None: ...
     def set_visible(self, last: int, abandoned: list[tuple[int, int]]) -> None:
-        """Have the versions of epochs up to ``last`` count, without the ranges that were abandoned."""
+        """Set which versions are valid: those of epochs up to ``last``, except the ``abandoned`` ranges."""
     def change(self, rows: int, count: int, records: int, epoch: int) -> list[int]:
         """Replace whole records. Returns the positions of rows that are not in memory, and not changed."""
     def pin(self, rows: int, count: int, most: int) -> list[int]:
-        """Have rows stay once they are in memory, in this order, until ``most`` do. Returns the positions of those to be read."""
+        """Pin rows, in this order, until ``most`` are pinned: they stay once in memory. Returns the positions of rows to read."""
     def unpin_all(self) -> None: ...
     def clear(self) -> None:
         """Drop rows that are neither changed nor being written."""
     def drop_changed(self, epoch: int) -> None:
-        """Drop rows that were changed in this epoch. No write is under way."""
+        """Drop rows that were changed in this epoch. No write may be in progress."""
     @property
     def slots(self) -> int: ...
     @property
@@ -62,17 +62,19 @@ class RowCache:
     def pinned(self) -> int: ...
 
 class RowBatch:
-    """One read of many rows. ``out``: an address, or 0 to have the rows in the cache only; of each record, bytes
-    ``[begin, begin + width)`` are copied to it. ``admit``: whether all rows that are read go into the cache.
+    """One read of many rows.
+
+    ``out``: address to which bytes ``[begin, begin + width)`` of each record are copied; 0 to read rows into the cache only.
+    ``admit``: whether all rows that are read go into the cache.
     """
 
     def __init__(self, table: RowCache, rows: int, count: int, out: int, begin: int, width: int, admit: bool) -> None: ...
     def look_up(self) -> None:
-        """Copy what the cache has. To be called again, before :meth:`plan`, when more may have come."""
+        """Copy the rows that the cache has. Call it again, before :meth:`plan`, if the cache may have more rows since."""
     def awaited_parts(self, other: RowBatch) -> list[int]:
-        """Return the numbers of the other one's parts that have rows which this one misses."""
+        """Return the numbers of the parts of ``other`` that contain missing rows of this read."""
     def leave_out(self, other: RowBatch) -> None:
-        """Have rows that the other one reads not be read by this one, which has no ``out``. Before :meth:`plan`."""
+        """Do not read rows that ``other`` reads. Only for a read without ``out``; call it before :meth:`plan`."""
     def plan(self, part_bytes: int, gap_bytes: int) -> None: ...
     @property
     def hits(self) -> int: ...
@@ -80,28 +82,28 @@ class RowBatch:
     def numbers(self) -> int: ...
     @property
     def missing(self) -> int:
-        """Return the number of rows that are missing, each once."""
+        """Return the number of different rows that are missing."""
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return what is to be read: the volume, the address of the units' numbers (int64), and how many they are."""
+        """Return the parts to read: (volume, address of the numbers of the units (int64), number of units) of each."""
     def deliver(self, part: int, staging: int, failed: list[int]) -> None:
-        """Copy the rows of a part whose units are at the address ``staging``, but for those that could not be read."""
+        """Copy the rows of a part from its units at the address ``staging``. ``failed``: indices of units that were not read."""
     @property
     def stale(self) -> bool:
-        """Return whether rows were not delivered because newer ones were written while they were read: read all once more."""
+        """Return whether rows were not copied because they were rewritten during the read. Then all must be read once more."""
     @property
     def failed_rows(self) -> list[tuple[int, int, int, int]]:
         """Return rows that could not be read: number, volume, offset, and first position among the numbers."""
     def failed_positions(self) -> list[int]: ...
 
 class WriteBatch:
-    """Changed rows on their way to the drive, copied to the address ``staging``, which has room for ``most`` versions."""
+    """Changed rows to be written to the drive. They are copied to the address ``staging``, with room for ``most`` versions."""
 
     def __init__(self, table: RowCache, most: int, staging: int) -> None: ...
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return what is to be written: the volume, the address of the versions' numbers (int64), and how many they are."""
+        """Return the parts to write: (volume, address of the numbers of the versions (int64), number of versions) of each."""
     @property
     def rows(self) -> int: ...
     def written(self, succeeded: bool) -> None:
-        """Say that all were written, or that some were not: once, when nothing is under way any more."""
+        """Record that all rows were written or, unless ``succeeded``, that some were not. Call once, after all writes ended."""
