@@ -42,9 +42,6 @@ class RowCache:
         """Have the versions of epochs up to ``last`` count, without the ranges that were abandoned."""
     def change(self, rows: int, count: int, records: int, epoch: int) -> list[int]:
         """Replace whole records. Returns the positions of rows that are not in memory, and not changed."""
-    def pin(self, rows: int, count: int, most: int) -> list[int]:
-        """Have rows stay once they are in memory, in this order, until ``most`` do. Returns the positions of those to be read."""
-    def unpin_all(self) -> None: ...
     def clear(self) -> None:
         """Drop rows that are neither changed nor being written."""
     def drop_changed(self, epoch: int) -> None:
@@ -58,8 +55,6 @@ class RowCache:
         """Return the number of rows that are changed, and not being written."""
     @property
     def writing(self) -> int: ...
-    @property
-    def pinned(self) -> int: ...
 
 class RowBatch:
     """One read of many rows. ``out``: an address, or 0 to have the rows in the cache only; of each record, bytes
@@ -92,7 +87,6 @@ class RowBatch:
     @property
     def failed_rows(self) -> list[tuple[int, int, int, int]]:
         """Return rows that could not be read: number, volume, offset, and first position among the numbers."""
-    def failed_positions(self) -> list[int]: ...
 
 class WriteBatch:
     """Changed rows on their way to the drive, copied to the address ``staging``, which has room for ``most`` versions."""
