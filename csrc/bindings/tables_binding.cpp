@@ -70,16 +70,6 @@ std::vector<std::size_t> change(CachedTable& table, std::span<const std::int64_t
     return absent;
 }
 
-// Pin rows, in this order, until `most` are. Returns the positions of those that are not in memory yet.
-std::vector<std::size_t> pin(CachedTable& table, std::span<const std::int64_t> rows, std::uint64_t most) {
-    std::vector<std::size_t> absent;
-    for (std::size_t i = 0; i < rows.size() && table.cache.pinned() < most; ++i) {
-        const auto row = static_cast<std::uint64_t>(rows[i]);
-        if (table.cache.pin(row) && table.cache.find(row) == RowCache::kNone) absent.push_back(i);
-    }
-    return absent;
-}
-
 void bind_batches(py::module_& tables) {
     using namespace pybind11::literals;
     py::class_<Batch>(tables, "RowBatch", py::module_local())
@@ -124,8 +114,7 @@ void bind_batches(py::module_& tables) {
                                    for (const auto& [row, volume, offset, position] : self.rows.failed_rows())
                                        rows.emplace_back(row, volume, offset, position);
                                    return rows;
-                               })
-        .def("failed_positions", [](const Batch& self) { return self.rows.failed_positions(); });
+                               });
 
     py::class_<Writes>(tables, "WriteBatch", py::module_local())
         .def(py::init([](SharedTable table, std::size_t most, Address staging) {
@@ -187,20 +176,12 @@ void bind_tables(py::module_& module) {
                 return change(self, numbers, at<const std::byte>(records), epoch);
             },
             "rows"_a, "count"_a, "records"_a, "epoch"_a)
-        .def(
-            "pin",
-            [](CachedTable& self, Address rows, std::uint64_t count, std::uint64_t most) {
-                return pin(self, rows_at(rows, count), most);
-            },
-            "rows"_a, "count"_a, "most"_a)
-        .def("unpin_all", [](CachedTable& self) { self.cache.unpin_all(); })
         .def("clear", [](CachedTable& self) { self.cache.clear(); })
         .def("drop_changed", [](CachedTable& self, std::uint64_t epoch) { self.cache.drop_changed(epoch); }, "epoch"_a)
         .def_property_readonly("slots", [](const CachedTable& self) { return self.cache.slots(); })
         .def_property_readonly("used", [](const CachedTable& self) { return self.cache.used(); })
         .def_property_readonly("changed", [](const CachedTable& self) { return self.cache.changed(); })
-        .def_property_readonly("writing", [](const CachedTable& self) { return self.cache.writing(); })
-        .def_property_readonly("pinned", [](const CachedTable& self) { return self.cache.pinned(); });
+        .def_property_readonly("writing", [](const CachedTable& self) { return self.cache.writing(); });
     bind_batches(tables);
 }
 

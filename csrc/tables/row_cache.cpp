@@ -27,13 +27,10 @@ std::uint64_t RowCache::overhead_bytes(std::uint64_t rows, std::uint64_t slots) 
 }
 
 RowCache::Slot RowCache::insert(std::uint64_t row, Stored stored, Admission admission) {
-    const bool pinned = !pinned_.empty() && pinned_.contains(row);
-    if (pinned) admission = Admission::always;
     const Slot slot = slot_for(row, admission);
     if (slot == kNone) return kNone;
     Entry& entry = slots_[slot];
     entry = {row, stored.epoch, stored.version, true};
-    entry.pinned = pinned;
     if (admission == Admission::always) entry.protection = kProtection;
     index_.insert(row, slot);
     return slot;
@@ -75,18 +72,6 @@ void RowCache::drop(Slot slot) {
     index_.erase(slots_[slot].row);
     slots_[slot] = {};
     free_.push_back(slot);
-}
-
-bool RowCache::pin(std::uint64_t row) {
-    if (!pinned_.insert(row).second) return false;
-    const Slot slot = find(row);
-    if (slot != kNone) slots_[slot].pinned = true;
-    return true;
-}
-
-void RowCache::unpin_all() noexcept {
-    for (Entry& entry : slots_) entry.pinned = false;
-    pinned_.clear();
 }
 
 void RowCache::clear() {

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <span>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "tables/geometry.h"
@@ -51,10 +50,6 @@ public:
 
     // Have a row that is not there. Returns its slot, or kNone if it is not admitted. The caller fills in the record.
     Slot insert(std::uint64_t row, Stored stored, Admission admission);
-    // Never drop the row to make room for others, once it is in memory: it is admitted whenever it is read. Returns whether it was not
-    // pinned before.
-    bool pin(std::uint64_t row);
-    void unpin_all() noexcept;
     // Drop what is neither changed nor being written.
     void clear();
 
@@ -85,7 +80,6 @@ public:
     std::uint64_t used() const noexcept { return used_ - free_.size(); }
     std::uint64_t changed() const noexcept { return changed_; }
     std::uint64_t writing() const noexcept { return writing_; }
-    std::uint64_t pinned() const noexcept { return pinned_.size(); }  // also those that are not in memory
 
 private:
     struct Entry {
@@ -95,13 +89,10 @@ private:
         bool present = false;
         bool changed = false;
         bool writing = false;
-        bool pinned = false;
         std::uint8_t protection = 0;  // looks of the hand that it survives, however seldom it is used
     };
 
-    bool may_drop(const Entry& entry) const noexcept {
-        return entry.present && !entry.changed && !entry.writing && !entry.pinned;
-    }
+    bool may_drop(const Entry& entry) const noexcept { return entry.present && !entry.changed && !entry.writing; }
     Slot slot_for(std::uint64_t row, Admission admission);
     void drop(Slot slot);
 
@@ -116,7 +107,6 @@ private:
     std::uint64_t hand_ = 0;
     std::uint64_t write_hand_ = 0;
     std::uint64_t changed_ = 0, writing_ = 0;
-    std::unordered_set<std::uint64_t> pinned_;
     // Forget changes that no read under way has to know of; and, if these are too many nevertheless, the oldest half.
     void forget_changes();
     LiveReads reads_;

@@ -18,6 +18,8 @@ from deepnvme.files.regular_files import read_regular
 Parsed = TypeVar("Parsed")
 LONGEST_LINE = 64 << 10
 """Most bytes of the first line of a manifest that has two lines."""
+MOST_DIMENSIONS = 64
+"""Most sizes of a shape: torch computes with no more, and the product of a million sizes takes hours."""
 
 
 def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corrupt: Callable[[Path, str], OSError]) -> Parsed:
@@ -76,10 +78,10 @@ def string(value: Any) -> str:
     return value
 
 
-def numbers(value: Any) -> tuple[int, ...]:
-    """Return a list from JSON as a tuple of integers. Raises TypeError unless it is a list of integers of at least 0."""
-    if type(value) is not list:
-        raise TypeError(f"expected a list, got {type(value).__name__}")
+def numbers(value: Any, most: int = 1 << 16) -> tuple[int, ...]:
+    """Return a list from JSON as a tuple of integers. Raises TypeError unless it is a list of at most ``most``, of at least 0."""
+    if type(value) is not list or len(value) > most:
+        raise TypeError(f"expected a list of at most {most} numbers, got {type(value).__name__}")
     return tuple(map(number, value))
 
 

@@ -220,9 +220,9 @@ class _Hook:
         return model
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Stream the model. Raises RuntimeError if accelerate calls it again, to put another hook beside this one."""
+        """Stream the model. Raises RuntimeError when accelerate has undone that, and calls it again for another hook."""
         if self.kept is None:
-            raise RuntimeError("a streamed model takes no other hook: undo its offload first")
+            raise RuntimeError("a streamed model takes no other hook, and its offload is undone now: load or offload it again")
         self._streaming = self._offload(module)
         module.streaming = self._streaming  # type: ignore[assignment]  # it is neither a module nor a tensor
         return module

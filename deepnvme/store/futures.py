@@ -156,7 +156,10 @@ class Operation:
             return
         if self._starter == threading.get_ident():
             raise RuntimeError("the store is in the midst of a call of this very thread, which this one would wait for")
-        if not self.starting.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0)):
+        if deadline is None:
+            with self.starting:  # released at once, also if Ctrl-C comes just then
+                return
+        if not self.starting.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             raise TimeoutError("the transfers have not all been started")
         self.starting.release()
 

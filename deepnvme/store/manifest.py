@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepnvme.files.manifest import checked_fields, number, numbers, read_manifest, string, with_checksum
+from deepnvme.files.manifest import MOST_DIMENSIONS, checked_fields, number, numbers, read_manifest, string, with_checksum
 from deepnvme.files.replacing import replace_durably, with_filename
 
 MANIFEST_NAME = "deepnvme-store.json"
@@ -122,4 +122,4 @@ def _manifest(fields: Any) -> StoreManifest:
 def _tensor(dtype: Any, shape: Any, parts: Any, checksums: Any) -> StoredTensor:
     """Return the manifest entry with these fields. Raises TypeError or ValueError for a field of another type."""
     places = tuple((directory, offset, length) for directory, offset, length in map(numbers, parts))
-    return StoredTensor(string(dtype), numbers(shape), places, None if checksums is None else numbers(checksums))
+    return StoredTensor(string(dtype), numbers(shape, MOST_DIMENSIONS), places, None if checksums is None else numbers(checksums))

@@ -92,8 +92,8 @@ class Volumes:
                 known = self._claim(directories, persist, engine, owner)
             # The tensors in the manifest that was found.
             self.tensors: Mapping[str, StoredTensor] = {} if known is None else known.tensors
-            self._identity = uuid.uuid4().hex if known is None else known.store
-            self._renewed = known is None  # whether no copy of the store can have its identity
+            self._next = uuid.uuid4().hex  # its identity from the first manifest on: no copy has it
+            self._identity = self._next if known is None else known.store
             members = [membership(directory / MEMBERSHIP_NAME, CorruptManifest) for directory in self._directories()[1:]]
             if persist and any(member is None or member.previous for member in members):  # new, or a change was interrupted
                 join(self._directories(), MEMBERSHIP_NAME, self._identity)
@@ -146,15 +146,14 @@ class Volumes:
         for owner in self._owners:
             owner.check()
         self._persisted = True
-        previous = self._identity
-        if not self._renewed and len(self._owners) > 1:
-            # From now on this store differs from copies of it: their directories are not taken for its own any more.
-            self._identity = uuid.uuid4().hex
-            join(self._directories(), MEMBERSHIP_NAME, self._identity, previous)
-        manifest.publish(self._owners[0].directory, StoreManifest(self._identity, len(self._owners), tensors))
-        if self._identity != previous:
-            join(self._directories(), MEMBERSHIP_NAME, self._identity)
-            self._renewed = True
+        if self._identity != self._next:
+            # From now on this store differs from copies of it: their directories are not taken for its own any more. Until a
+            # manifest is known to be published, it may have either identity.
+            join(self._directories(), MEMBERSHIP_NAME, self._next, self._identity)
+        manifest.publish(self._owners[0].directory, StoreManifest(self._next, len(self._owners), tensors))
+        if self._identity != self._next:
+            join(self._directories(), MEMBERSHIP_NAME, self._next)
+            self._identity = self._next
 
     def _directories(self) -> list[Path]:
         """Return the directories in the order of the store."""

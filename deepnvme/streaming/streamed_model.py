@@ -89,7 +89,7 @@ def check_not_streamed(model: nn.Module) -> None:
 
 
 class Streaming(contextlib.AbstractContextManager["Streaming"]):
-    """A model's active weight stream: reports on it, measures its read speed, and ends it. Made by :func:`stream`.
+    """A model's active weight stream: reports on it, and ends it. Made by :func:`stream`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 

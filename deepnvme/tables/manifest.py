@@ -30,7 +30,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from deepnvme.files.identity import membership
-from deepnvme.files.manifest import read_manifest
+from deepnvme.files.manifest import MOST_DIMENSIONS, read_manifest
 from deepnvme.files.replacing import replace_durably
 from deepnvme.memory.tensor_bytes import dtype_named
 
@@ -127,7 +127,7 @@ class _Fields(Epochs):
 
     kind: str
     rows: _Count
-    columns: Annotated[list[tuple[str, str, list[_Count]]], Field(min_length=1)]
+    columns: Annotated[list[tuple[str, str, Annotated[list[_Count], Field(max_length=MOST_DIMENSIONS)]]], Field(min_length=1)]
     version_bytes: Annotated[int, Field(ge=0, le=1 << 41)]
     directories: Annotated[int, Field(ge=1, le=1 << 16)]
     chunk: Annotated[int, Field(ge=0, le=1 << 40)]

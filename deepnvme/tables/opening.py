@@ -70,8 +70,10 @@ def _numpy(path: Path) -> TableLayout:
     open_regular(path).close()  # a FIFO would be waited for
     with with_filename(path):
         try:
-            array = numpy.load(path, mmap_mode="r")
-        except (ValueError, OverflowError, EOFError) as error:
+            array = numpy.lib.format.open_memmap(path, mode="r")
+        except OSError:
+            raise
+        except Exception as error:  # numpy parses the header as Python text, which fails in many ways
             raise CorruptTable(path, str(error)) from error
     shape = array.shape
     if not shape:

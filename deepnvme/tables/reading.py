@@ -46,7 +46,7 @@ class RowsUnreadable(OSError):
     """
 
     failed: tuple[FailedRow, ...] = ()
-    """All rows that could not be read, each once."""
+    """All rows that could not be read, each once: those of a broken page, and those that were read by the same request."""
 
 
 class FailedRow(NamedTuple):

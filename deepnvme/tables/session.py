@@ -183,6 +183,7 @@ class TableSession:
             )
         except BaseException:
             self._release()
+            self.closed, self._pid = False, 0  # a forked child tries again when it uses the table again
             raise
 
     def _lock_rows(self, writable: bool) -> Epochs:

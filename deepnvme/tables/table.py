@@ -62,7 +62,7 @@ class Table:
     Thread-safe.
 
     A forked child opens the table again, read-only, when it uses it. So does a process that gets a pickled copy, such as a
-    DataLoader worker.
+    DataLoader worker. While a writer has the table open, that raises StoreLocked.
     """
 
     session: TableSession

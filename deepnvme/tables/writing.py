@@ -65,6 +65,7 @@ class RowWriter:
         self.prepared = epochs.prepared
         """The commit of several tables that the previous writer prepared; None without one, or once a row was changed."""
         self._written_in_epoch = False
+        self._identity = uuid.uuid4().hex  # of a table in several directories, from the first write on
         self._identity_is_own = len(files) == 1
         self._manifest_uncertain = False  # a commit failed or was interrupted, and may be in force nevertheless
         self._flush_error: BaseException | None = None
@@ -173,15 +174,15 @@ class RowWriter:
             reserving = replace(reserving, reserved=reserving.present + _RESERVED_EPOCHS)
         directories = [path.parent for path in self._layout.files]
         if not self._identity_is_own:
-            reserving = replace(reserving, identity=uuid.uuid4().hex)
-            join(directories, MEMBERSHIP_NAME, reserving.identity, self.epochs.identity)
+            reserving = replace(reserving, identity=self._identity)
+            join(directories, MEMBERSHIP_NAME, self._identity, self.epochs.identity)
         if reserving is not self.epochs or self._manifest_uncertain:
             save_manifest(self._layout, reserving)
             with defer_interrupts():
                 self.epochs = reserving
                 self._manifest_uncertain = False
         if not self._identity_is_own:
-            join(directories, MEMBERSHIP_NAME, reserving.identity)
+            join(directories, MEMBERSHIP_NAME, self._identity)
             self._identity_is_own = True
         self._written_in_epoch = True
 

@@ -117,13 +117,12 @@ public:
 
     void run(int turns) {
         for (int turn = 0; turn < turns; ++turn) {
-            switch (below(random_, geometry_.versioned() ? 12 : 5)) {
+            switch (below(random_, geometry_.versioned() ? 11 : 4)) {
             case 0: case 1: case 2: start_read(); break;
             case 3: finish_read(); break;
-            case 4: below(random_, 20) ? pin() : cache_.unpin_all(); break;
-            case 5: case 6: case 7: change(); break;
-            case 8: start_write(); break;
-            case 9: case 10: finish_write(); break;
+            case 4: case 5: case 6: change(); break;
+            case 7: start_write(); break;
+            case 8: case 9: finish_write(); break;
             default: end_epoch(); break;
             }
         }
@@ -214,10 +213,6 @@ private:
             }
         }
         remover_.remove(std::move(read.batch));
-    }
-
-    void pin() {
-        if (cache_.pinned() + 1 < slots_ / 2) cache_.pin(below(random_, geometry_.rows));
     }
 
     void change() {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,3 +78,16 @@ def test_a_crash_between_the_memberships_and_the_manifest_leaves_a_store(origina
     assert json.loads((before[1] / MEMBERSHIP_NAME).read_text())["previous"] == ""
     put(before, TENSOR + 2)
     check(before, TENSOR + 2)
+
+
+def test_a_drive_that_is_full_at_several_commits_leaves_the_store(original: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with TensorStore(original, persist=True) as store, monkeypatch.context() as patch:
+        store.put("tensor", -TENSOR).result()
+        patch.setattr("deepnvme.store.manifest.replace_durably", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                store.commit()
+    check(original, TENSOR)

@@ -120,6 +120,13 @@ def test_what_publish_does_not_write_is_refused_at_once(tmp_path, how):
     assert refused.value.filename == str(tmp_path / MANIFEST_NAME)
 
 
+def test_a_shape_of_more_sizes_than_torch_has_is_refused(tmp_path):
+    tensor = StoredTensor("int8", (1 << 61,) * 100_000, (), None)  # whose product would take minutes
+    manifest.publish(tmp_path, StoreManifest("store", 1, {"tensor": tensor}))
+    with pytest.raises(CorruptManifest, match="at most 64 numbers"):
+        manifest.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", [MANIFEST_NAME, MEMBERSHIP_NAME])
 @pytest.mark.parametrize("line", [b"[" * 60_000, b"[" * (1 << 20), b"1" * 60_000, None], ids=["deep", "long", "digits", "huge"])
 def test_a_line_that_takes_too_much_is_refused(tmp_path, name, line):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -114,3 +116,23 @@ def test_a_crash_while_the_identity_is_changed_leaves_the_table(
     refused([copies[0], *original[1:]], original[1], copies[0])
     check(original, torch.full_like(ROWS, 3))
     assert json.loads((original[1] / "deepnvme-table.member.json").read_text())["previous"] == ""
+
+
+def test_a_manifest_that_may_be_in_force_and_then_fails_leaves_the_table(
+    original: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the identity is changed, the manifest is replaced, with an error nevertheless; later it is not."""
+    calls = iter(range(100))
+
+    def fail(path: Path, data: bytes) -> None:
+        if next(calls) == 0:
+            path.write_bytes(data)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch, Table.open(original, writable=True) as table:
+        patch.setattr("deepnvme.tables.manifest.replace_durably", fail)
+        for _ in range(3):
+            table.write(EVERY[:5], -ROWS[:5])
+            with pytest.raises(OSError, match="Input/output error"):
+                table.commit()
+    check(original, ROWS)

@@ -145,6 +145,16 @@ def test_a_truncated_numpy_file_is_corrupt_wherever_it_ends(drive: Path, left: i
     assert caught.value.filename == str(path)
 
 
+def test_a_numpy_file_of_another_kind_is_corrupt(drive: Path) -> None:
+    numpy.savez(drive / "several.npz", VALUES.numpy())
+    header = b"{'shape': " + b"(" * 500
+    (drive / "nested.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    for path in ((drive / "several.npz").rename(drive / "several.npy"), drive / "nested.npy"):
+        with pytest.raises(CorruptTable) as caught:
+            Table.open(path)
+        assert caught.value.filename == str(path)
+
+
 def test_what_contradicts_a_file_is_refused(drive: Path) -> None:
     path = drive / "rows.npy"
     numpy.save(path, VALUES.numpy())

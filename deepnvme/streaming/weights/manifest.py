@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepnvme.files.manifest import checked_fields, number, numbers, string, with_checksum
+from deepnvme.files.manifest import MOST_DIMENSIONS, checked_fields, number, numbers, string, with_checksum
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
 from deepnvme.model.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
@@ -198,4 +198,4 @@ def _weight(name: Any, dtype: Any, shape: Any, offset: Any, scheme: Any = None) 
     """Return a weight, made of its parsed fields in the manifest. Raises ValueError if they are wrong."""
     if scheme is not None and scheme not in SCHEMES:
         raise ValueError(f"weight {name!r} is quantised to {scheme!r}, which this version does not know")
-    return Weight(string(name), WeightInfo(dtype_named(string(dtype)), numbers(shape)), number(offset), scheme)
+    return Weight(string(name), WeightInfo(dtype_named(string(dtype)), numbers(shape, MOST_DIMENSIONS)), number(offset), scheme)

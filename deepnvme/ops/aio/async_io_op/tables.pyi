@@ -42,9 +42,6 @@ class RowCache:
         """Set which versions are valid: those of epochs up to ``last``, except the ``abandoned`` ranges."""
     def change(self, rows: int, count: int, records: int, epoch: int) -> list[int]:
         """Replace whole records. Returns the positions of rows that are not in memory, and not changed."""
-    def pin(self, rows: int, count: int, most: int) -> list[int]:
-        """Pin rows, in this order, until ``most`` are pinned: they stay once in memory. Returns the positions of rows to read."""
-    def unpin_all(self) -> None: ...
     def clear(self) -> None:
         """Drop rows that are neither changed nor being written."""
     def drop_changed(self, epoch: int) -> None:
@@ -58,8 +55,6 @@ class RowCache:
         """Return the number of rows that are changed, and not being written."""
     @property
     def writing(self) -> int: ...
-    @property
-    def pinned(self) -> int: ...
 
 class RowBatch:
     """One read of many rows.
@@ -94,7 +89,6 @@ class RowBatch:
     @property
     def failed_rows(self) -> list[tuple[int, int, int, int]]:
         """Return rows that could not be read: number, volume, offset, and first position among the numbers."""
-    def failed_positions(self) -> list[int]: ...
 
 class WriteBatch:
     """Changed rows to be written to the drive. They are copied to the address ``staging``, with room for ``most`` versions."""
