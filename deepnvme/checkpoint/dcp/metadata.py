@@ -7,6 +7,7 @@ classes and functions that such pickles refer to, in all versions of torch since
 from __future__ import annotations
 
 import collections
+import enum
 import importlib
 import io
 import os
@@ -101,7 +102,8 @@ class _Unpickler(pickle.Unpickler):
             if found is not None:
                 return found
         if name in _ENUMS.get(module, ()):
-            return self._counted(getattr(importlib.import_module(module), name))
+            members = getattr(importlib.import_module(module), name)
+            return self._counted(lambda value: _Member(members(value)))
         function = _CALLABLE.get((module.removesuffix("._local"), name))
         if function is not None:
             return self._counted(function)
@@ -119,6 +121,18 @@ class _Unpickler(pickle.Unpickler):
             return function(*arguments)
 
         return call
+
+
+class _Member:
+    """Equal to a member of an enumeration, which a pickle could change for the whole process."""
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._member = member
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _layout(name: str) -> torch.layout:

@@ -100,6 +100,15 @@ def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
     assert before == {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
 
 
+def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
+    """What was saved later would have the changed value, which no reader knows."""
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
+    path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
+    with pytest.raises(CorruptCheckpoint):
+        load_metadata(path)
+    assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
+
+
 @pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
 def test_a_storage_meta_that_is_none_is_refused(path: Path, storage_meta: Any) -> None:
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={}, storage_meta=storage_meta)))
