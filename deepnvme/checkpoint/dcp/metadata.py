@@ -169,7 +169,20 @@ def _allowed(module: str, name: str) -> Any:
     raise _Refused(f"{module}.{name}")
 
 
-_KINDS = (torch_metadata.BytesStorageMetadata, torch_metadata.TensorStorageMetadata)
+def _is_described(item: Any) -> bool:
+    """Return whether an item's metadata say where its parts are within it. If not, some elements could stay as they were."""
+    try:
+        return isinstance(item, torch_metadata.BytesStorageMetadata) or (
+            isinstance(item, torch_metadata.TensorStorageMetadata)
+            and isinstance(item.properties.dtype, torch.dtype)
+            and all(
+                0 <= begin <= begin + length <= whole
+                for chunk in item.chunks
+                for begin, length, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True)
+            )
+        )
+    except (AttributeError, TypeError, ValueError):  # unpickling can leave out any field
+        return False
 
 
 def _check(path: Path, loaded: Any) -> None:
@@ -177,7 +190,7 @@ def _check(path: Path, loaded: Any) -> None:
     if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
-        if not isinstance(key, str) or not isinstance(item, _KINDS):
+        if not isinstance(key, str) or not _is_described(item):
             raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
     items = loaded.storage_data
     if not isinstance(items, dict):
