@@ -7,6 +7,7 @@ classes and functions that such pickles refer to, in all versions of torch since
 from __future__ import annotations
 
 import collections
+import enum
 import importlib
 import io
 import os
@@ -101,7 +102,8 @@ class _Unpickler(pickle.Unpickler):
             if found is not None:
                 return found
         if name in _ENUMS.get(module, ()):
-            return self._counted(getattr(importlib.import_module(module), name))
+            members = getattr(importlib.import_module(module), name)
+            return self._counted(lambda value: _Member(members(value)))
         function = _CALLABLE.get((module.removesuffix("._local"), name))
         if function is not None:
             return self._counted(function)
@@ -119,6 +121,18 @@ class _Unpickler(pickle.Unpickler):
             return function(*arguments)
 
         return call
+
+
+class _Member:
+    """Equal to a member of an enumeration, which a pickle could change for the whole process."""
+
+    def __init__(self, member: enum.Enum) -> None:
+        self._member = member
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _layout(name: str) -> torch.layout:
@@ -155,7 +169,20 @@ def _allowed(module: str, name: str) -> Any:
     raise _Refused(f"{module}.{name}")
 
 
-_KINDS = (torch_metadata.BytesStorageMetadata, torch_metadata.TensorStorageMetadata)
+def _is_described(item: Any) -> bool:
+    """Return whether an item's metadata say where its parts are within it. If not, some elements could stay as they were."""
+    try:
+        return isinstance(item, torch_metadata.BytesStorageMetadata) or (
+            isinstance(item, torch_metadata.TensorStorageMetadata)
+            and isinstance(item.properties.dtype, torch.dtype)
+            and all(
+                0 <= begin <= begin + length <= whole
+                for chunk in item.chunks
+                for begin, length, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True)
+            )
+        )
+    except (AttributeError, TypeError, ValueError):  # unpickling can leave out any field
+        return False
 
 
 def _check(path: Path, loaded: Any) -> None:
@@ -163,7 +190,7 @@ def _check(path: Path, loaded: Any) -> None:
     if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
-        if not isinstance(key, str) or not isinstance(item, _KINDS):
+        if not isinstance(key, str) or not _is_described(item):
             raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
     items = loaded.storage_data
     if not isinstance(items, dict):

@@ -29,7 +29,6 @@ LONGEST_HEADER = 100_000_000
 """Most bytes of a header. No library reads more."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
-INDEX_SUFFIX = ".index.json"
 
 _NAMES = [
     ("U64", "uint64"), ("I64", "int64"), ("F64", "float64"), ("C64", "complex64"), ("F32", "float32"), ("U32", "uint32"),

@@ -8,6 +8,8 @@ import zipfile
 from typing import BinaryIO, NamedTuple, cast
 
 LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_ENDS = struct.Struct("<4s44xQ4s4xQ4x4s12xI2x")
+"""The end of a directory with 64-bit numbers, its locator, and the end that all archives have."""
 
 _REFUSED_FLAGS = 0x2061
 """Flags of encrypted data, patches, strongly encrypted data, and an encrypted directory."""
@@ -90,7 +92,7 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
     end = file.seek(0, os.SEEK_END) if end is None else end
     try:
         with zipfile.ZipFile(cast(BinaryIO, _Part(file, begin, end))) as archive:
-            infos = archive.infolist()
+            infos, start, after = archive.infolist(), archive.start_dir, end - len(archive.comment)
     except BadDirectory:
         raise
     except (zipfile.BadZipFile, NotImplementedError, ValueError, ArithmeticError, LookupError, struct.error) as error:
@@ -98,6 +100,14 @@ def entries(file: BinaryIO, begin: int = 0, end: int | None = None) -> list[Reco
             raise error.__context__ from None
         why = f"its directory cannot be read ({error}): the file was cut off at byte {end - begin}, or is damaged"
         raise BadDirectory(why) from error
+    # torch's reader follows these numbers, which zipfile does not compare: it could find another directory than this.
+    file.seek(max(begin, after - _ENDS.size))
+    ends = file.read(after - file.tell()).rjust(_ENDS.size, b"\0")
+    end_64, start_64, locator, at_64, kind, named = _ENDS.unpack(ends)
+    if locator == b"PK\6\7":
+        named = start_64 if end_64 == b"PK\6\6" and at_64 == after - _ENDS.size - begin else -1
+    if kind != b"PK\5\6" or named != start:
+        raise BadDirectory(f"its directory is at byte {start}, which is not where its end says")
     found = []
     after, last = 0, ""
     for info in sorted(infos, key=lambda info: info.header_offset):

@@ -100,6 +100,38 @@ def test_classes_stay_as_they_are(path: Path, how: str, name: str) -> None:
     assert before == {**vars(changed), "__name__": changed.__name__, "__qualname__": changed.__qualname__}
 
 
+def test_members_of_an_enumeration_stay_as_they_are(path: Path) -> None:
+    """What was saved later would have the changed value, which no reader knows."""
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\1\x85R"
+    path.write_bytes(b"\x80\2" + member + b"}X\7\0\0\0_value_K\2sb.")
+    with pytest.raises(CorruptCheckpoint):
+        load_metadata(path)
+    assert metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: None} for name in ("properties", "size", "chunks", "offsets", "sizes")), {"size": torch.Size([3])},
+        {"chunks": [[0, 4]]}, {"properties": torch.float32}, {"sizes": torch.Size([2, 2])}, {"sizes": (-1,)}, {"sizes": ["4"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tensor_that_is_not_described_is_refused(path: Path, fields: dict[str, Any]) -> None:
+    """Some of these would have been loaded in part, without a word."""
+    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    made = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([4]), [chunk])
+    path.write_bytes(pickle.dumps(Metadata({"a": made}, storage_data={})))
+    load_metadata(path)
+    for name, value in fields.items():
+        owner = chunk if name in ("offsets", "sizes") else made
+        delattr(owner, name) if value is None else setattr(owner, name, value)
+    path.write_bytes(pickle.dumps(Metadata({"a": made}, storage_data={})))
+    with pytest.raises(CorruptCheckpoint, match="what item 'a' is") as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+
+
 @pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
 def test_a_storage_meta_that_is_none_is_refused(path: Path, storage_meta: Any) -> None:
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={}, storage_meta=storage_meta)))

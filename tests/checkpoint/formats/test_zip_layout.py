@@ -105,6 +105,32 @@ class TestDirectory:
         with path.open("rb") as file, pytest.raises(BadDirectory):
             entries(file)
 
+    def test_a_large_archive_and_one_with_a_comment_are_read(self, tmp_path: Path) -> None:
+        sizes, path = [5 * GIB, 3, 4 * GIB - 1, 5], tmp_path / "file"
+        text, headers, paddings = laid_out([f"data/{index}" for index in range(4)], sizes, [7] * 4, 64)
+        with path.open("wb") as file:
+            file.seek(sum(sizes) + sum(headers) + sum(paddings))
+            file.write(text[sum(headers) :])
+        with path.open("rb") as file:
+            assert [entry.nbytes for entry in entries(file)] == sizes
+        with zipfile.ZipFile(path, "w") as made:
+            made.writestr("a/data/0", b"0" * 1000)
+            made.comment = b"PK\5\5 " * 1000
+        with path.open("rb") as file:
+            assert [entry.name for entry in entries(file)] == ["a/data/0"]
+
+    @pytest.mark.parametrize("comment", [b"", b"of anybody"])
+    def test_an_archive_with_another_directory_for_torchs_reader_is_refused(self, tmp_path: Path, comment: bytes) -> None:
+        """It would unpickle other bytes than were checked."""
+        other, path = archive([("a/data.pkl", b"x" * 1000)]), tmp_path / "file"
+        at, path_end = other.index(b"PK\1\2"), archive([("a/data.pkl", b"y" * 100)])
+        begin = path_end.index(b"PK\1\2")
+        size = len(path_end) - 22 - begin
+        end = path_end[-22:-6] + at.to_bytes(4, "little") + len(comment).to_bytes(2, "little")
+        path.write_bytes(other[: at + size] + path_end[:-22] + end + comment)
+        with path.open("rb") as file, pytest.raises(BadDirectory, match="not where its end says"):
+            entries(file)
+
     @settings(deadline=None, max_examples=examples(50))
     @given(st.data())
     def test_damage_is_never_another_error(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
