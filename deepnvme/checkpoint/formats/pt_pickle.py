@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -207,13 +208,27 @@ def _without_collections() -> Iterator[None]:
     Pickling makes objects that live until it ends. The collector would examine them again and again, which takes half of
     the time of pickling 10,000 tensors.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    if not gc.isenabled():
         yield
-    finally:
-        if enabled:
-            gc.enable()
+        return
+    with contextlib.ExitStack() as ending:
+        ending.callback(_collect_again)
+        _paused.append(None)
+        gc.disable()
+        yield
+
+
+_paused: list[None] = []  # not empty while the garbage collector is disabled for pickling
+
+
+def _collect_again() -> None:
+    """Enable the garbage collector if pickling has disabled it, also in a child that was forked meanwhile."""
+    if _paused:
+        _paused.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_again)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
