@@ -27,7 +27,7 @@ class PooledMemory:
 
     Args:
         pool: The pool to lease from; it may have other users.
-        limit: Most bytes of all leases together.
+        limit: Most bytes of all leases together. Blocks beyond a limit that was lowered stay until their memory is needed.
         shortage: Called with the bytes leased and a block, if the pool has no room for the block. Returns the beginning of
             the error message.
         separate_residents: Whether the leases of residents do not count against the limit.
@@ -40,10 +40,6 @@ class PooledMemory:
         self.separate_residents = separate_residents
         self._pool = pool
         self._shortage = shortage
-
-    def set_limit(self, nbytes: int) -> None:
-        """Change the limit, in bytes. Blocks beyond a lower limit stay in memory until their memory is needed."""
-        self.limit = nbytes
 
     def take(self, block: Block) -> Lease | None:
         """Return a lease for the block, or None if the pool has no room. Never waits.

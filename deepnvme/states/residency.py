@@ -36,7 +36,7 @@ class ResidencyPolicy:
         """Decide which sub-groups are resident: in their order, those whose states and gradients fit into the budget."""
         staying = self._staying(sub_groups)
         for each in sub_groups:
-            each.set_residency(each in staying)
+            each.in_memory = each in staying
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
         """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.
