@@ -102,7 +102,8 @@ class ActivationStore:
     backward unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
     A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
-    that takes the lock frees its bytes. A step begins when something is saved and nothing else is.
+    that takes the lock frees its bytes. A step begins when something is saved and nothing else is, or when a thread enters a context
+    after a backward.
 
     Args:
         paths: Directories, on one or several drives.
@@ -139,9 +140,16 @@ class ActivationStore:
 
     # Steps
 
+    @_locked
+    def enter(self) -> None:
+        """Begin a step if the last one has come to its backward, also if something that it has saved is left."""
+        if self._order.begun and torch._C._current_graph_task_id() < 0:
+            self._begin_step()
+
     def _begin_step(self) -> None:
         """Begin a step. Forget errors of writes that nobody needs any more."""
-        self._cache.clear()
+        if not self._live:
+            self._cache.clear()
         self._user_held = {key: each for key, each in self._user_held.items() if not each.expired()}
         self._order.begin_step(self._saves)
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)
