@@ -113,8 +113,8 @@ class OffloadedTraining:
             of modules, or patterns such as "model.layers.*.mlp": blocks in addition to those. Modules: only these are blocks. A
             parameter belongs to the innermost block around it. One that several blocks use, or that the model uses outside of
             them, stays in memory.
-        checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, a
-            or a directory with one of these. It is read one block at a time, and converted to the dtypes of the model. If a part
+        checkpoint: Where the values are from: a .safetensors file, a .pt or .bin of a state_dict, the index.json of several, or
+            a directory with one of these. It is read one block at a time, and converted to the dtypes of the model. If a part
             of the model is on the meta device, the checkpoint may lack parameters that are in memory, as those of adapters. None
             for the values in memory, also ones mapped from a file by ``model.load_state_dict(torch.load(path, mmap=True),
             assign=True)``, or for new ones.
@@ -175,6 +175,11 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+            raise TypeError(
+                f"checkpoint must be a path, got a {type(checkpoint).__name__}: the model's load_state_dict(mapping, assign=True)"
+                " takes values that are in memory or mapped from a file"
+            )
         _check_choices(
             micro_batches, parameters=parameters, activations=activations, accumulation=accumulation, quantize=quantize
         )
