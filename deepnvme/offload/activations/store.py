@@ -102,8 +102,8 @@ class ActivationStore:
     backward unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
     A tensor that autograd drops is only recorded at first, since autograd may drop it in the middle of any method. The next call
-    that takes the lock frees its bytes. A step begins when something is saved and nothing else is, or when a thread enters a context
-    after a backward.
+    that takes the lock frees its bytes. A step begins when something is saved and nothing else is, or when a thread enters a
+    context after a backward.
 
     Args:
         paths: Directories, on one or several drives.
