@@ -27,7 +27,7 @@ class PooledMemory:
 
     Args:
         pool: The pool to lease from; it may have other users.
-        limit: Most bytes of all leases together.
+        limit: Most bytes of all leases together. Blocks beyond a limit that was lowered stay until their memory is needed.
         shortage: Returns the beginning of the OutOfBuffers message if the pool has no room for a block. Called with the bytes
             leased so far and the block.
         separate_residents: If True, leases of resident blocks do not count against the limit.
@@ -40,10 +40,6 @@ class PooledMemory:
         self.separate_residents = separate_residents
         self._pool = pool
         self._shortage = shortage
-
-    def set_limit(self, nbytes: int) -> None:
-        """Change the limit, in bytes. Blocks beyond a lower limit stay in memory until their memory is needed."""
-        self.limit = nbytes
 
     def take(self, block: Block) -> Lease | None:
         """Return a lease for the block, or None if the pool has no room. Never waits.

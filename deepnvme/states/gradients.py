@@ -232,7 +232,7 @@ class SubGroupGradients:
             return
         following = itertools.islice(sub_groups, GRADIENTS_IN_FLIGHT - 1)
         ahead = [self._collected[each].block for each in following if self._present(each)]
-        self._memory.set_limit((GRADIENTS_IN_FLIGHT + 1) * self._largest)  # the last one of backward may still be being written
+        self._memory.limit = (GRADIENTS_IN_FLIGHT + 1) * self._largest  # the last one of backward may still be being written
         self._cache.expect(map(Use, ahead))
 
     def take(self, sub_group: SubGroup) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -346,7 +346,7 @@ class SubGroupGradients:
         """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
         block = kept.block
         if not block.users:
-            self._memory.set_limit(GRADIENTS_IN_FLIGHT * self._largest)
+            self._memory.limit = GRADIENTS_IN_FLIGHT * self._largest
             self._cache.keep({block: kept.sub_group.in_memory})
             used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
             if len(used) == GRADIENTS_IN_FLIGHT:

@@ -72,7 +72,7 @@ class SubGroupPipeline:
         """
         residents = [each for each in sub_groups if each.in_memory]
         others = [each for each in sub_groups if not each.in_memory]
-        in_memory = self._in_memory()
+        in_memory = set(self._in_memory())
         kept = [self._of(each).block in in_memory for each in others]
         half = len(others) // 2
         if sum(kept[:half]) < sum(kept[half:]):
@@ -228,7 +228,7 @@ class SubGroupPipeline:
         if any(each.layout is None for each in sub_groups):
             self._in_flight = 1
         self._largest = max([self._largest, *map(self._planner.block_bytes, sub_groups)])
-        self._memory.set_limit(self._in_flight * self._largest)
+        self._memory.limit = self._in_flight * self._largest
 
     def _coming(self) -> list[Use]:
         """Return the next expected uses of blocks that have to be read, at most as many as can be in memory."""

@@ -39,7 +39,7 @@ class ResidencyPolicy:
         """
         staying = self._staying(sub_groups)
         for each in sub_groups:
-            each.set_residency(each in staying)
+            each.in_memory = each in staying
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
         """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.

@@ -189,8 +189,7 @@ class OptimizerStep:
         self._raise_backward_error()
         self._offload_the_rest()
         self._gradients.prepare(self._left())
-        if goes_on or not self._stepped:
-            self._mark_changes()
+        self._mark_changes()
         self.phase = OptimizerPhase.STEPPING
         order = self._pipeline.best_order(self._left())
         self._pipeline.expect(order)
@@ -206,7 +205,6 @@ class OptimizerStep:
             self._pipeline.step(sub_group, inputs, self._optimizer.param_groups)
             self._partly_stepped = False
             self._stepped[sub_group] = None  # whatever comes now, it is not stepped again
-            self.phase = OptimizerPhase.STEPPING
             self._pipeline.write_behind(sub_group)
 
     def _left(self) -> list[SubGroup]:
@@ -365,7 +363,7 @@ class OptimizerStep:
                 changed = sub_group.changed_pieces()
                 stepped |= {piece.param for index, piece in enumerate(sub_group.pieces) if index not in changed}
             for sub_group in self.sub_groups:
-                sub_group.states_were_loaded()
+                sub_group.stale.clear()  # they belonged to the states before
             self._optimizer.param_groups = state["param_groups"]
             self._end()
             self.io.finish()

@@ -152,17 +152,9 @@ class SubGroup:
         """Record the version number of the block with the current states, on the drive or being written; None: only in memory."""
         self.current = number
 
-    def set_residency(self, in_memory: bool) -> None:
-        """Decide whether the block stays in memory between steps."""
-        self.in_memory = in_memory
-
     def replace_small(self, small: list[dict[str, Any]]) -> None:
         """Replace the states that are kept outside the block, and drop the block's layout, because other states are loaded."""
         self.small, self.layout = small, None
-
-    def states_were_loaded(self) -> None:
-        """Reset the stale pieces, which belonged to the states before loading."""
-        self.stale.clear()
 
     def remember_params(self) -> None:
         """Record the parameters' current versions, against which :meth:`changed_pieces` compares."""

@@ -56,9 +56,10 @@ class SubGroupBlock:
         """Return the block of a sub-group that was stepped before."""
         if self.block is None:
             assert self.sub_group.layout is not None
-            self.block = self._new_block(self.sub_group.layout.nbytes)
-            self.block.rename(block_name(self.sub_group))
-            self.block.stored = True
+            block = self._new_block(self.sub_group.layout.nbytes)
+            block.rename(block_name(self.sub_group))
+            block.stored = True
+            self.block = block  # only now: an interrupt leaves no block without a name
         return self.block
 
     def load(self) -> None:

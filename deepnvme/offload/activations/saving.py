@@ -99,6 +99,8 @@ class save_on_disk:
     def __enter__(self) -> save_on_disk:
         """Enter the context. Raises OSError if the files cannot be created."""
         store = _uncompiled(self._shared_store)()
+        if not self._open.hooks:
+            _uncompiled(store.enter)()
         pack = _uncompiled(lambda tensor: self._pack(store, tensor))
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _uncompiled(unpack_saved))
         try:

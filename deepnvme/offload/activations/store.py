@@ -102,7 +102,8 @@ class ActivationStore:
     backward unpacks a tensor, bytes that it will want next are read ahead, as far as there is room.
 
     When autograd drops a tensor, possibly in the middle of any method, this is only recorded. The next call that takes the lock
-    frees the tensor's bytes. A step begins when a tensor is saved and no other tensor is saved at that time.
+    frees the tensor's bytes. A step begins when a tensor is saved and no other tensor is saved at that time, or when a thread
+    enters a context after a backward.
 
     Args:
         paths: Directories, on one or several drives.
@@ -139,9 +140,16 @@ class ActivationStore:
 
     # Steps
 
+    @_locked
+    def enter(self) -> None:
+        """Begin a step if the last one has come to its backward, also if something that it has saved is left."""
+        if self._order.begun and torch._C._current_graph_task_id() < 0:
+            self._begin_step()
+
     def _begin_step(self) -> None:
         """Begin a step. Forget the errors of writes whose bytes are not needed any more."""
-        self._cache.clear()
+        if not self._live:
+            self._cache.clear()
         self._user_held = {key: each for key, each in self._user_held.items() if not each.expired()}
         self._order.begin_step(self._saves)
         self._step = StepCounts(self._cache.bytes_written, self._cache.bytes_read)

@@ -19,6 +19,11 @@ class UnpackOrder:
         self._last: list[int] = []
         self._places: dict[int, int] = {}
 
+    @property
+    def begun(self) -> bool:
+        """Whether the backward of this step has unpacked anything."""
+        return bool(self._unpacked)
+
     def begin_step(self, first: int) -> None:
         """Begin a step. Later calls of :meth:`note` belong to it.
 

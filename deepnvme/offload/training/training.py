@@ -175,6 +175,11 @@ class OffloadedTraining:
         config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
+        if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+            raise TypeError(
+                f"checkpoint must be a path, got a {type(checkpoint).__name__}: the model's load_state_dict(mapping, assign=True)"
+                " takes values that are in memory or mapped from a file"
+            )
         _check_choices(
             micro_batches, parameters=parameters, activations=activations, accumulation=accumulation, quantize=quantize
         )

@@ -470,3 +470,18 @@ def test_a_signal_handler_may_ask_for_the_report(activations: save_on_disk) -> N
     store = activations._shared_store()
     with store._lock:  # as while a forward waits for a write
         assert activations.report().saved_bytes == 0
+
+
+def test_a_step_begins_although_something_of_the_last_one_is_left(drive: Path) -> None:
+    x, left = torch.ones(MIB, requires_grad=True), []
+    with contextlib.closing(save_on_disk(drive, memory_budget=8 * MIB, min_bytes=KIB)) as activations:
+        for _ in range(3):
+            with activations:
+                y = x.exp()
+                left.append(x.exp().sin())  # has no backward yet, and keeps what it has saved
+            y.sum().backward()  # type: ignore[no-untyped-call]
+            assert activations.report().saved_bytes == 2 * y.nbytes
+        for each in left:
+            x.grad = None
+            each.sum().backward()
+            assert torch.equal(x.grad, (x.exp().cos() * x.exp()).detach())

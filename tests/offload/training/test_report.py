@@ -49,3 +49,17 @@ def test_a_step_reads_and_writes_what_its_blocks_have(drive: Path, activations: 
         # Parameters in the forward and the backward, and the averages; some of it is in memory still.
         assert 2 * nbytes < report.bytes_read <= 4 * nbytes
         assert report.reading > 0
+
+
+def test_a_backward_does_not_read_a_frozen_embedding(drive: Path) -> None:
+    module = nn.Sequential(nn.Embedding(20_000, WIDTH), *model())
+    embedding = module[0].requires_grad_(False)
+    embedding.register_forward_hook(lambda *call: call[-1].requires_grad_())  # as PEFT does for activation checkpointing
+    blocks, read = list(module), 0
+    with OffloadedTraining(module, torch.optim.SGD, nvme_path=drive, blocks=blocks, memory_budget=0, lr=1e-3) as training:
+        for _ in range(4):
+            with training.micro_batch():
+                loss_of(module, torch.arange(4)).backward()
+            training.step()
+            read += training.report().bytes_read
+    assert read < 6 * 20_000 * WIDTH * 4

@@ -275,7 +275,8 @@ class ParameterUses:
                 self._keep_for_next(block)
             self.end(block)
             # Autograd saves nothing of an embedding's weight. Without a use, gradients would wait for the end of the backward.
-            if isinstance(module, nn.Embedding) and isinstance(output, torch.Tensor) and output.requires_grad:
+            trained = isinstance(module, nn.Embedding) and module.weight.requires_grad
+            if trained and isinstance(output, torch.Tensor) and output.requires_grad:
                 hook = functools.partial(self._begin_backward_of_embedding, block)
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
 
