@@ -169,7 +169,7 @@ class SubGroupGradients:
             kept = _Collected(sub_group)
             self._largest = max(self._largest, kept.block.nbytes)
             self._collected[sub_group] = kept
-        view = kept.layout.sections[index].of(self._in_memory(kept))
+        view = kept.layout.sections[index].of(self._buffer_of(kept))
         with defer_interrupts():  # an interrupt between adding and recording would add the gradient twice
             if index in kept.present:
                 view.add_(gradient.to("cpu"))
@@ -194,7 +194,7 @@ class SubGroupGradients:
         with self._io.times.waiting:
             self._cache.drain()
             self._cache.raise_failure()
-            self._cache.flush([kept.block for kept in self._collected.values() if not kept.sub_group.in_memory])
+            self._cache.flush([kept.block for kept in self._collected.values() if not kept.sub_group.resident])
 
     @property
     def any_collected(self) -> bool:
@@ -342,12 +342,12 @@ class SubGroupGradients:
         kept = self._collected.get(sub_group)
         return set() if kept is None else kept.present
 
-    def _in_memory(self, kept: _Collected) -> torch.Tensor:
+    def _buffer_of(self, kept: _Collected) -> torch.Tensor:
         """Return the bytes of a sub-group's gradients in memory, reading them back if they were written."""
         block = kept.block
         if not block.users:
             self._memory.limit = GRADIENTS_IN_FLIGHT * self._largest
-            self._cache.keep({block: kept.sub_group.in_memory})
+            self._cache.keep({block: kept.sub_group.resident})
             used = [each for each in self._collected.values() if each.block.users and not each.block.resident]
             if len(used) == GRADIENTS_IN_FLIGHT:
                 self._write(used[0])
@@ -367,7 +367,7 @@ class SubGroupGradients:
 
         Raises OSError if the write cannot be started; the gradients then stay in memory.
         """
-        if not kept.sub_group.in_memory:
+        if not kept.sub_group.resident:
             self._cache.release([kept.block], changed=True)
             self._cache.raise_failure()
 

@@ -18,7 +18,7 @@ from .gradients import SubGroupGradients
 from .partition import SubGroupPlanner
 from .residency import BLOCKS_IN_FLIGHT
 from .sub_group import BlockTensors, SubGroup
-from .sub_group_block import SubGroupBlock
+from .sub_group_states import SubGroupStates
 from .versions import BlockVersions, block_name
 
 StepInputs = tuple[dict[int, torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ class SubGroupPipeline:
         self._io, self.versions, self._gradients, self._planner, self._pool = io, versions, gradients, planner, pool
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
         self.cache = BlockCache(io, self._memory, read_again=False)
-        self._blocks: dict[SubGroup, SubGroupBlock] = {}
+        self._blocks: dict[SubGroup, SubGroupStates] = {}
         self._largest = 1
         """Bytes of the largest block."""
         self._in_flight = BLOCKS_IN_FLIGHT
@@ -55,12 +55,12 @@ class SubGroupPipeline:
     @property
     def leased_bytes(self) -> int:
         """Bytes of memory that are leased for blocks."""
-        return sum(block.nbytes for block in self._in_memory())
+        return sum(block.nbytes for block in self._blocks_in_memory())
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of memory that are leased for the blocks of resident sub-groups."""
-        return sum(block.nbytes for block in self._in_memory() if block.resident)
+        return sum(block.nbytes for block in self._blocks_in_memory() if block.resident)
 
     # -- the blocks of a step
 
@@ -70,9 +70,9 @@ class SubGroupPipeline:
         The order begins at the end of the list whose blocks the last step left in memory. Resident sub-groups are spread evenly:
         while they are stepped, the drive reads and writes for the others.
         """
-        residents = [each for each in sub_groups if each.in_memory]
-        others = [each for each in sub_groups if not each.in_memory]
-        in_memory = set(self._in_memory())
+        residents = [each for each in sub_groups if each.resident]
+        others = [each for each in sub_groups if not each.resident]
+        in_memory = set(self._blocks_in_memory())
         kept = [self._of(each).block in in_memory for each in others]
         half = len(others) // 2
         if sum(kept[:half]) < sum(kept[half:]):
@@ -113,12 +113,12 @@ class SubGroupPipeline:
         return inputs
 
     def step(self, sub_group: SubGroup, inputs: StepInputs, groups: Sequence[dict[str, Any]]) -> None:
-        """Step a sub-group that :meth:`load` has loaded, with interrupts deferred. Raises like :meth:`SubGroupBlock.step`."""
+        """Step a sub-group that :meth:`load` has loaded, with interrupts deferred. Raises like :meth:`SubGroupStates.step`."""
         with self._io.times.computing:
             self._of(sub_group).step(*inputs, groups)
 
     def write_behind(self, sub_group: SubGroup) -> None:
-        """Start writing a sub-group that was stepped, with interrupts deferred. Raises like :meth:`SubGroupBlock.write`."""
+        """Start writing a sub-group that was stepped, with interrupts deferred. Raises like :meth:`SubGroupStates.write`."""
         self._of(sub_group).write()
         self.cache.poll()  # a write may have ended during the step: its memory is for the next read
         self._io.record_ended()
@@ -141,9 +141,9 @@ class SubGroupPipeline:
             self.cache.drain()  # a write may be under way yet that fails
             failed = [each for each in self._blocks.values() if each.block is not None and each.block.state is State.DIRTY]
             for each in failed:
-                if not each.sub_group.in_memory:
+                if not each.sub_group.resident:
                     each.choose_version()  # a disk that was full has room where no state dict is mapped any more
-            self.cache.flush(each.stored_block() for each in failed if not each.sub_group.in_memory)
+            self.cache.flush(each.stored_block() for each in failed if not each.sub_group.resident)
             for each in self._blocks.values():
                 if each.unplaced is not None:
                     with defer_interrupts():
@@ -211,12 +211,12 @@ class SubGroupPipeline:
         self._leave_room_for([sub_group])
         return self._largest
 
-    def _of(self, sub_group: SubGroup) -> SubGroupBlock:
+    def _of(self, sub_group: SubGroup) -> SubGroupStates:
         if sub_group not in self._blocks:
-            self._blocks[sub_group] = SubGroupBlock(sub_group, self)
+            self._blocks[sub_group] = SubGroupStates(sub_group, self)
         return self._blocks[sub_group]
 
-    def _in_memory(self) -> list[StoredBlock]:
+    def _blocks_in_memory(self) -> list[StoredBlock]:
         return [each.block for each in self._blocks.values() if each.block is not None and each.block.in_memory]
 
     def _leave_room_for(self, sub_groups: Sequence[SubGroup]) -> None:

@@ -39,7 +39,7 @@ class ResidencyPolicy:
         """
         staying = self._staying(sub_groups)
         for each in sub_groups:
-            each.in_memory = each in staying
+            each.set_resident(each in staying)
 
     def check_memory(self, sub_groups: Sequence[SubGroup], pool: BufferPool, leased_by_others: int) -> None:
         """Raise OutOfBuffers if the pool's budget is too small for the blocks and gradients of these sub-groups.
@@ -83,7 +83,7 @@ class ResidencyPolicy:
 
     def estimate_writes(self, sub_groups: Sequence[SubGroup]) -> WriteEstimate:
         """Return how many bytes each step writes: blocks of non-resident sub-groups, and their gradients if offloaded."""
-        leaving = [each for each in sub_groups if not each.in_memory]
+        leaving = [each for each in sub_groups if not each.resident]
         each_step = sum(map(self.planner.block_bytes, leaving))
         if self._offload_gradients:
             each_step += sum(map(_parameter_bytes, leaving))

@@ -362,8 +362,6 @@ class OptimizerStep:
             for sub_group in self._stepped:
                 changed = sub_group.changed_pieces()
                 stepped |= {piece.param for index, piece in enumerate(sub_group.pieces) if index not in changed}
-            for sub_group in self.sub_groups:
-                sub_group.stale.clear()  # they belonged to the states before
             self._optimizer.param_groups = state["param_groups"]
             self._end()
             self.io.finish()

@@ -115,7 +115,7 @@ class SubGroup:
 
         None before the first step, and while those states are only in memory.
         """
-        self.in_memory = False
+        self.resident = False
         """Whether the sub-group's block stays in memory between steps."""
         self.stale: set[int] = set()
         """Indices of pieces whose parameter was changed by other code, so that the master weight has to be updated."""
@@ -152,9 +152,13 @@ class SubGroup:
         """Record the version number of the block with the current states, on the drive or being written; None: only in memory."""
         self.current = number
 
+    def set_resident(self, resident: bool) -> None:
+        """Decide whether the block stays in memory between steps."""
+        self.resident = resident
+
     def replace_small(self, small: list[dict[str, Any]]) -> None:
-        """Replace the states that are kept outside the block, and drop the block's layout, because other states are loaded."""
-        self.small, self.layout = small, None
+        """Replace the states that are kept outside the block, and forget what belonged to the states before."""
+        self.small, self.layout, self.stale = small, None, set()
 
     def remember_params(self) -> None:
         """Record the parameters' current versions, against which :meth:`changed_pieces` compares."""

@@ -14,7 +14,7 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 
 from .blocks.parameter_block import ParameterBlock
-from .model import TrainedModel
+from .step import TrainingStep
 
 
 class MicroBatch(NamedTuple):
@@ -171,7 +171,7 @@ class SideBySide:
         saved_tensors: Returns a context under which a forward and its backward run.
     """
 
-    def __init__(self, trained: TrainedModel, saved_tensors: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    def __init__(self, trained: TrainingStep, saved_tensors: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._trained, self._saved_tensors = trained, saved_tensors
         self._own = threading.local()
 

@@ -22,8 +22,8 @@ from deepnvme.telemetry.descriptions import shorten
 from .blocks.frozen_parameters import FrozenParameters
 from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
-from .model import TrainedModel
 from .model_partition import names_of_parameters
+from .step import TrainingStep
 
 
 class TrainingState:
@@ -39,7 +39,7 @@ class TrainingState:
     """
 
     def __init__(
-        self, trained: TrainedModel, planner: SubGroupPlanner, states: OffloadedStates, modules: Iterable[nn.Module]
+        self, trained: TrainingStep, planner: SubGroupPlanner, states: OffloadedStates, modules: Iterable[nn.Module]
     ) -> None:
         self._trained, self._planner, self._states = trained, planner, states
         self._model, self._optimizer, self._ranks = trained.model, trained.optimizer, trained.ranks

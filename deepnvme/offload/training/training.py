@@ -42,11 +42,11 @@ from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues, leave_on_meta
 from .micro_batches import MicroBatch, SideBySide, draw_seeds, micro_batches_of
-from .model import TrainedModel
 from .model_partition import ModelPartition, names_of_parameters, partition_model
 from .ranks import TrainingRanks
 from .report import TrainingReport
 from .state import TrainingState
+from .step import TrainingStep
 
 _logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class OffloadedTraining:
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
-            self._trained = TrainedModel(
+            self._trained = TrainingStep(
                 model, partition, trained_blocks, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
             )
             pieces = pieces_of(each for stepping in sub_groups for each in stepping)

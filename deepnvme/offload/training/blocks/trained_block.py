@@ -13,7 +13,7 @@ from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.counted_io import StoredBlock
 from deepnvme.states.state_dict import block_tensors_of
 from deepnvme.states.sub_group import SubGroup, lay_out
-from deepnvme.states.sub_group_block import SubGroupBlock
+from deepnvme.states.sub_group_states import SubGroupStates
 from deepnvme.states.versions import block_name
 
 from .blocks_on_drive import BlocksOnDrive
@@ -114,7 +114,7 @@ class BlockGradients:
             self._drive.cache.release([self.block], changed=changed, write=False)
 
 
-class TrainedStates(SubGroupBlock):
+class TrainedStates(SubGroupStates):
     """The optimizer states of some parameters of a block. A change is undone or committed with the step that it belongs to."""
 
     def __init__(self, sub_group: SubGroup, drive: BlocksOnDrive) -> None:

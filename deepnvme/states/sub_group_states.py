@@ -19,7 +19,7 @@ _KEPT_FREE = 32 << 20
 """Most bytes of freed memory that the C library may keep after the states of a first step were moved to pinned memory."""
 
 
-class BlocksInMemory(Protocol):
+class BlockAccess(Protocol):
     """Cache of the blocks of sub-groups, with the versions that it writes: of an optimizer's pipeline, or of a training."""
 
     cache: BlockCache
@@ -37,7 +37,7 @@ class BlocksInMemory(Protocol):
         """Return the least bytes of memory to lease for the sub-group's block. Blocks with equal leases reuse each other's."""
 
 
-class SubGroupBlock:
+class SubGroupStates:
     """The optimizer states of a sub-group as one block: :meth:`load`, :meth:`step` and :meth:`write` it.
 
     Args:
@@ -45,7 +45,7 @@ class SubGroupBlock:
         blocks: Cache of the block, and the versions that it writes.
     """
 
-    def __init__(self, sub_group: SubGroup, blocks: BlocksInMemory) -> None:
+    def __init__(self, sub_group: SubGroup, blocks: BlockAccess) -> None:
         self.sub_group, self._blocks = sub_group, blocks
         self.block: StoredBlock | None = None
         """The block; None before the first step, and while nothing has asked for it."""
@@ -115,7 +115,7 @@ class SubGroupBlock:
 
     def _new_block(self, nbytes: int) -> StoredBlock:
         """Make a block for the sub-group. It has no memory yet, and is not on the drive."""
-        resident = self.sub_group.in_memory
+        resident = self.sub_group.resident
         block = StoredBlock("", nbytes, 1 if resident else self._blocks.memory_bytes(self.sub_group))
         block.stored = False
         self._blocks.cache.keep({block: resident})

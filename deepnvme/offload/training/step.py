@@ -58,7 +58,7 @@ class TrainingPhase(enum.Enum):
     """A step is being changed. If a call finds this phase when it begins, the step has failed and must still be undone."""
 
 
-class TrainedModel:
+class TrainingStep:
     """Steps the blocks of a model with the gradients of its backwards.
 
     Args:
