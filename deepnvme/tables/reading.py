@@ -410,7 +410,7 @@ class StagingPool:
 
     @property
     def free(self) -> int:
-        """Number of free parts."""
+        """Number of parts that :meth:`take` can return at once."""
         return self.parts if self._free is None else len(self._free)
 
     def take(self) -> torch.Tensor:
@@ -421,6 +421,6 @@ class StagingPool:
         return self._free.popleft()
 
     def give_back(self, part: torch.Tensor) -> None:
-        """Free a part."""
+        """Return a part that :meth:`take` has lent, so that it can be taken again."""
         assert self._free is not None
         self._free.append(part)

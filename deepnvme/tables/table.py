@@ -207,7 +207,7 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the table."""
         return self._layout.rows
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ class Table:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row."""
+        """Shape of one row, without the dimension of the rows."""
         return self._layout.values.shape
 
     @property
@@ -225,7 +225,7 @@ class Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values."""
+        """Dtype of the rows' values, not of their states."""
         return self._layout.values.dtype
 
     @property

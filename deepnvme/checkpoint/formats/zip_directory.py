@@ -61,15 +61,18 @@ class _Part:
         self._file, self._begin, self._end = file, begin, end
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position, relative to the part. Raises OSError before its beginning."""
         at = offset + (self._begin, self._file.tell(), self._end)[whence]
         if at < self._begin:
             raise OSError("before the beginning")  # how zipfile finds out that a file is too short
         return self._file.seek(at) - self._begin
 
     def tell(self) -> int:
+        """Return the position, relative to the part."""
         return self._file.tell() - self._begin
 
     def read(self, nbytes: int = -1) -> bytes:
+        """Read so many bytes, or all up to the end. Raises BadDirectory for more than a directory may have."""
         left = self._end - self._file.tell()
         wanted = max(left if nbytes < 0 else min(nbytes, left), 0)
         if wanted > _LARGEST:

@@ -96,6 +96,14 @@ class save_on_disk:
         None for any other tensor.
         """
 
+    def leave_out(self, saved_elsewhere: Callable[[torch.Tensor], Packed | None]) -> None:
+        """Do not write tensors that are on a drive anyway, such as the parameters of a training.
+
+        Args:
+            saved_elsewhere: Returns what autograd keeps in place of such a tensor; None for any other tensor.
+        """
+        self._saved_elsewhere = saved_elsewhere
+
     def __enter__(self) -> save_on_disk:
         """Enter the context. Raises OSError if the files cannot be created."""
         store = _uncompiled(self._shared_store)()

@@ -226,7 +226,7 @@ class OffloadedTraining:
             self._saver = None
             if activations != "memory":
                 self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, config=config)
-                self._saver._saved_elsewhere = self._trained.uses.saved
+                self._saver.leave_out(self._trained.uses.saved)
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
             try:
                 self._to_drive(initial, stay)
