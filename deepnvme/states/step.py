@@ -243,7 +243,8 @@ class OptimizerStep:
     def _fail(self, error: BaseException) -> None:
         """Set the phase after an error, and add to the error how far the step came and what to do."""
         self._pipeline.end_uses()
-        self._remember_params()  # a change from here on is other code's: a model may be loaded
+        if self.phase is OptimizerPhase.STEPPING:  # before, what other code has changed is not marked yet
+            self._remember_params()  # a change from here on is other code's: a model may be loaded
         if self._stepped or self._ranks.several:
             if self._remaining is None:
                 self._remaining = {each: self._gradients.pieces_with_gradients(each) for each in self._left()}

@@ -137,6 +137,24 @@ def test_a_write_that_fails_in_backward_is_told_by_what_comes_next_and_no_gradie
         assert number > 3
 
 
+def test_a_write_that_fails_in_backward_loses_no_change_of_a_parameter_by_other_code(drive: Path) -> None:
+    with PairOffloading(drive, "masters") as pair:
+        pair.backward()
+        pair.step_both()
+        pair.zero_grad()
+        with torch.no_grad():
+            for params in (pair.plain, pair.params):
+                params[1].mul_(0.5)
+            pair.reference.masters[1].copy_(pair.plain[1])
+        backward(pair.plain, 7)
+        with failing("write", first=0, count=1 << 30):
+            backward(pair.params, 7)
+            with pytest.raises(OSError, match="as after step 1"):
+                pair.optimizer.step()
+        pair.step_both()
+        pair.check()
+
+
 def test_few_are_in_memory_at_a_time(drive: Path) -> None:
     params = parameters(shapes=[(4096,)] * 24)
     pool = BufferPool(1 << 20)
