@@ -38,15 +38,15 @@ def only_commands(command: Command, compiler: str, monkeypatch: pytest.MonkeyPat
     return command
 
 
-def test_a_missing_pybind11_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "pybind11", None)
+def test_a_missing_nanobind_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "nanobind", None)
     builder = AsyncIOBuilder()
     assert not builder.is_compatible()
-    with pytest.raises(RuntimeError, match="pip install pybind11"):
+    with pytest.raises(RuntimeError, match="pip install nanobind"):
         builder.load()
     assert capsys.readouterr().out == ""  # nothing is printed unless asked
     assert not builder.is_compatible(verbose=True)
-    assert "pip install pybind11" in capsys.readouterr().out
+    assert "pip install nanobind" in capsys.readouterr().out
 
 
 @pytest.fixture
