@@ -57,7 +57,8 @@ class AsyncIOBuilder(OpBuilder):
         args += ["-ffp-contract=off"]
         # As nanobind's runtime has to be compiled. Each op has classes of its own, though their C++ names are the same.
         args += ["-fno-strict-aliasing", "-DNDEBUG", "-DNB_COMPACT_ASSERTIONS", f"-DNB_DOMAIN={self.NAME}"]
-        return [*args, "-DPy_LIMITED_API=0x030C0000"] if stable_abi() else args
+        # nanobind 3.1 leaves <cstdio> to Python.h, which does not include it for the stable ABI.
+        return [*args, "-DPy_LIMITED_API=0x030C0000", "-include", "cstdio"] if stable_abi() else args
 
     def extra_ldflags(self) -> list[str]:
         """Linker flags. DeepSpeed's op links libaio; this one makes its five system calls itself, and those of io_uring."""

@@ -58,10 +58,10 @@ bool same_device(const std::optional<DeviceMemory>& left, const std::optional<De
 }  // namespace
 
 SharedFile target_of(nb::handle target) {
-    if (!PyUnicode_Check(target.ptr()) && nb::isinstance<OpenFile>(target)) {
-        const auto& open = *nb::inst_ptr<OpenFile>(target);
-        open.get();
-        return SharedFile(open.file);
+    OpenFile* open = nullptr;  // stays so for None
+    if (!PyUnicode_Check(target.ptr()) && nb::try_cast(target, open, false) && open) {
+        open->get();
+        return SharedFile(open->file);
     }
     return SharedFile(path_of(target));
 }

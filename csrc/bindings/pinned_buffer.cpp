@@ -69,6 +69,10 @@ bool is_pinned(nb::handle tensor) {
 namespace {
 
 int view_pinned_buffer(PyObject* self, Py_buffer* view, int flags) {
+    if (!nb::inst_ready(self)) {  // made by PinnedBuffer.__new__
+        PyErr_SetString(PyExc_BufferError, "the PinnedBuffer has no memory: empty_pinned makes one that has");
+        return -1;
+    }
     const PinnedMemory& memory = nb::inst_ptr<PinnedBuffer>(self)->memory();
     return PyBuffer_FillInfo(view, self, memory.data(), static_cast<Py_ssize_t>(memory.size()), /*readonly=*/0, flags);
 }

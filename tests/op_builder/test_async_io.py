@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +99,24 @@ def test_sources_are_those_of_the_engine_and_its_bindings() -> None:
     assert sources == sorted(sources)
     assert {"csrc/engine/plan.cpp", "csrc/bindings/async_io.cpp"} <= set(sources)
     assert not any("gds" in source for source in sources)
+
+
+@pytest.mark.parametrize(("version", "free_threaded", "stable"), [((3, 11), 0, False), ((3, 12), 0, True), ((3, 14), 1, False)])
+def test_pythons_stable_abi_is_used_where_nanobind_can(
+    version: tuple[int, int], free_threaded: int, stable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "Py_GIL_DISABLED", free_threaded)
+    assert ("-DPy_LIMITED_API=0x030C0000" in AsyncIOBuilder().cxx_args()) == stable
+
+
+def test_what_is_installed_of_nanobind_is_no_part_of_the_sources_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel's op is loaded where nanobind is not installed, or another version of it."""
+    builder = AsyncIOBuilder()
+    known = builder.source_hash()
+    monkeypatch.setitem(sys.modules, "nanobind", None)
+    assert builder.runtime_sources() == []
+    assert builder.source_hash() == known
 
 
 def test_every_build_has_every_backend_and_needs_no_library_of_them(op: ModuleType) -> None:

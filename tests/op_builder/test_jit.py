@@ -385,6 +385,22 @@ def test_sources_of_the_same_name_in_two_directories_are_both_built(standin: Sta
     assert StandinBuilder(standin.files[0], other).load().value == 5
 
 
+def test_small_directories_are_compiled_together_and_foreign_sources_by_themselves(tmp_path: Path) -> None:
+    sizes = {"large": 1000, "half": 500, "small": 499, "tiny": 1}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "source.cpp").write_text("/" * size)
+    foreign = tmp_path / "foreign.cpp"
+    units = jit.write_units(tuple(tmp_path / name / "source.cpp" for name in sizes), (foreign,), tmp_path)
+    included = {unit.name: [line.split('"')[1] for line in unit.read_text().splitlines()] for unit in units}
+    assert included == {
+        "0-large.cpp": [str(tmp_path / "large" / "source.cpp")],
+        "1-half.cpp": [str(tmp_path / "half" / "source.cpp")],
+        "2-others.cpp": [str(tmp_path / "small" / "source.cpp"), str(tmp_path / "tiny" / "source.cpp")],
+        "3-foreign.cpp": [str(foreign)],
+    }
+
+
 @pytest.mark.slow
 def test_no_more_compilers_run_at_once_than_max_jobs_allows(
     standin: StandinBuilder, command: Command, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
