@@ -36,6 +36,11 @@ def test_more_than_there_is_is_a_memory_error(engine: deepnvme.Engine, shape: An
         engine.empty_pinned(shape, torch.float32)
 
 
+def test_a_buffer_made_without_memory_has_no_bytes(op: ModuleType) -> None:
+    with pytest.raises(BufferError, match="empty_pinned"):
+        memoryview(op.PinnedBuffer.__new__(op.PinnedBuffer))
+
+
 def test_an_unlocked_buffer_serves_after_a_warning(interpreters: Any) -> None:
     interpreters.run("""
         import ctypes, os, resource, warnings
