@@ -145,6 +145,7 @@ void bind_engine(nb::module_& module) {
                          const auto limits = self.get().limits();
                          return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
                      })
+        .def_prop_ro("_shared", [](const OpenFile& self) { return nb::capsule(&self, kSharedFile); })
         .def("size", [](const OpenFile& self) { return self.get().size(); })
         .def("close",
              [](OpenFile& self) {

@@ -25,10 +25,22 @@ nb::tuple tuple_of(nb::handle sequence, const char* name) {
     throw type_error(std::string(name) + " must be a sequence, got " + name_of_type(sequence));
 }
 
-bool is_one_target(nb::handle targets) {
-    if (PyUnicode_Check(targets.ptr()) || PyBytes_Check(targets.ptr()) || nb::hasattr(targets, "__fspath__")) return true;
-    return nb::isinstance<OpenFile>(targets);
+bool is_path(nb::handle target) {
+    return PyUnicode_Check(target.ptr()) || PyBytes_Check(target.ptr()) || nb::hasattr(target, "__fspath__");
 }
+
+// Of a File of this op or of another of ours, which lives as long as that; null for anything else.
+const OpenFile* open_file_of(nb::handle target) {
+    if (PyUnicode_Check(target.ptr())) return nullptr;
+    OpenFile* own = nullptr;
+    if (nb::try_cast(target, own, false)) return own;  // null for None
+    if (is_path(target)) return nullptr;
+    const nb::object shared = nb::getattr(target, "_shared", nb::none());
+    if (!PyCapsule_IsValid(shared.ptr(), kSharedFile)) return nullptr;
+    return static_cast<const OpenFile*>(PyCapsule_GetPointer(shared.ptr(), kSharedFile));
+}
+
+bool is_one_target(nb::handle targets) { return is_path(targets) || open_file_of(targets); }
 
 void require_as_many(const char* name, std::size_t count, std::size_t tensors) {
     if (count == tensors) return;
@@ -58,12 +70,10 @@ bool same_device(const std::optional<DeviceMemory>& left, const std::optional<De
 }  // namespace
 
 SharedFile target_of(nb::handle target) {
-    OpenFile* open = nullptr;  // stays so for None
-    if (!PyUnicode_Check(target.ptr()) && nb::try_cast(target, open, false) && open) {
-        open->get();
-        return SharedFile(open->file);
-    }
-    return SharedFile(path_of(target));
+    const OpenFile* const open = open_file_of(target);
+    if (!open) return SharedFile(path_of(target));
+    open->get();
+    return SharedFile(open->file);
 }
 
 ManyTransfers::ManyTransfers(Direction direction, nb::handle tensors, nb::handle targets, nb::handle offsets)

@@ -22,6 +22,10 @@ struct OpenFile {
     File& get() const;
 };
 
+// Names a capsule with an OpenFile, which File has for our other ops: their classes are different ones, but the layout is the same if
+// the compiler is.
+inline constexpr const char* kSharedFile = "deepnvme file, " NB_PLATFORM_ABI_TAG;
+
 // An engine whose requests keep their tensors' storages alive. All methods are called with the GIL held.
 class Session {
 public:

@@ -9,16 +9,10 @@ from types import ModuleType
 import pytest
 
 import deepnvme
-from deepnvme.ops import load_async_io
 
 Signature = list[tuple[str, str | None]]
 
 STUB = Path(deepnvme.__file__).parent / "ops" / "aio" / "async_io_op" / "__init__.pyi"
-
-
-@pytest.fixture(scope="module")
-def op() -> ModuleType:
-    return load_async_io()
 
 
 def arguments(function: ast.FunctionDef) -> Signature:
