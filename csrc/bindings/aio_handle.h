@@ -13,12 +13,12 @@ public:
     AioHandle(std::unique_ptr<Engine> engine, bool overlap_events);
 
     // Start a transfer; its end is collected by wait().
-    int start(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate);
+    int start(Direction direction, nb::handle buffer, nb::handle filename, std::int64_t offset, bool validate);
     // Start many at once; see Session::transfer_many.
-    int start_many(Direction direction, py::handle buffers, py::handle filenames, py::handle offsets);
-    int start_descriptor(py::handle buffer, int fd, std::int64_t offset);
+    int start_many(Direction direction, nb::handle buffers, nb::handle filenames, nb::handle offsets);
+    int start_descriptor(nb::handle buffer, int fd, std::int64_t offset);
     // Transfer and wait for this transfer alone, leaving what is pending to wait(). Returns 1, the operations completed.
-    int finish(Direction direction, py::handle buffer, py::handle filename, std::int64_t offset, bool validate);
+    int finish(Direction direction, nb::handle buffer, nb::handle filename, std::int64_t offset, bool validate);
 
     // Operations completed since the last wait. Raises the first error, once all have ended.
     int wait();
@@ -33,9 +33,9 @@ private:
 };
 
 // What Python sees of it but for its constructor, whose arguments handle_options takes apart. Throws ValueError and TypeError.
-py::class_<AioHandle> define_handle(py::module_& module, const char* name);
-EngineOptions handle_options(py::handle block_size, py::handle queue_depth, bool single_submit, py::handle intra_op_parallelism,
-                             const py::object& num_threads, std::string backend = "auto");
+nb::class_<AioHandle> define_handle(nb::module_& module, const char* name);
+EngineOptions handle_options(nb::handle block_size, nb::handle queue_depth, bool single_submit, nb::handle intra_op_parallelism,
+                             const nb::object& num_threads, std::string backend = "auto");
 
 inline constexpr std::int64_t kHandleBlockSize = 1 << 20;
 inline constexpr std::int64_t kHandleQueueDepth = 128;

@@ -1,7 +1,8 @@
 // The async_io module.
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
 
 #include "bindings/bind_functions.h"
+#include "bindings/conversions.h"
 #include "core/error.h"
 #include "core/pinned_memory.h"
 #include "engine/backend.h"
@@ -12,17 +13,17 @@ namespace {
 
 // Every backend by name, with None or the reason that it does not work here. Each is tried: a container may refuse what the
 // kernel's settings allow.
-py::dict backends() {
-    py::dict reasons;
+nb::dict backends() {
+    nb::dict reasons;
     for (const auto& choice : backend_choices()) {
-        py::object reason = py::none();
+        nb::object reason = nb::none();
         try {
-            py::gil_scoped_release release;
+            nb::gil_scoped_release release;
             choice.make(1);
         } catch (const IoError& error) {
-            reason = py::str(error.what());
+            reason = decoded(error.what());
         }
-        reasons[py::str(choice.name)] = reason;
+        reasons[decoded(choice.name)] = reason;
     }
     return reasons;
 }
@@ -31,9 +32,11 @@ py::dict backends() {
 
 }  // namespace deepnvme::bindings
 
-PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     using namespace deepnvme;
     using namespace deepnvme::bindings;
+    // What an engine has been given up with at exit, or the system may still use, is kept for good, and would be told of on stderr.
+    nb::set_leak_warnings(false);
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
     bind_errors(module);
     bind_pinned_buffer(module);
@@ -45,5 +48,5 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_tables(module);
     module.def("backends", &backends);
     // For the gds module, so that both know all that is pinned.
-    module.def("shared_pinned_ranges", [] { return py::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
+    module.def("shared_pinned_ranges", [] { return nb::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
 }

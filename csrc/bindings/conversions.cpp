@@ -1,5 +1,7 @@
 #include "bindings/conversions.h"
 
+#include <memory>
+#include <string_view>
 #include <utility>
 
 #include "bindings/bind_functions.h"
@@ -31,130 +33,160 @@ constexpr std::int32_t kDlCpu = 1;
 constexpr std::uint8_t kDlComplex = 5;
 
 // Null where torch has none, or one with another layout.
-const DlPackApi* dlpack_api(const py::object& tensor_type) {
-    const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
+const DlPackApi* dlpack_api(const nb::object& tensor_type) {
+    const nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
     const auto* api = static_cast<const DlPackApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     return api->major == 1 && api->minor >= 3 ? api : nullptr;
 }
 
+nb::str interned(const char* name) {
+    PyObject* made = PyUnicode_InternFromString(name);
+    if (!made) throw nb::python_error();
+    return nb::steal<nb::str>(made);
+}
+
 // Looked up once: importing torch and interning names on every call would cost more than the call.
 struct Torch {
-    py::object tensor_type;
-    py::object parameter_type;
-    py::object strided;
-    py::object is_neg_of;  // the method, to be called with the tensor
+    nb::object tensor_type;
+    nb::object parameter_type;
+    nb::object strided;
+    nb::object is_neg_of;  // the method, to be called with the tensor
     const DlPackApi* dlpack = nullptr;
-    py::str is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, layout{"layout"}, is_contiguous{"is_contiguous"}, is_conj{"is_conj"}, is_neg{"is_neg"},
-        data_ptr{"data_ptr"}, nbytes{"nbytes"}, untyped_storage{"untyped_storage"};
+    nb::str is_cpu = interned("is_cpu"), is_cuda = interned("is_cuda"), layout = interned("layout"),
+            is_contiguous = interned("is_contiguous"), is_conj = interned("is_conj"), is_neg = interned("is_neg"),
+            data_ptr = interned("data_ptr"), nbytes = interned("nbytes"), untyped_storage = interned("untyped_storage");
+
+    Torch() {
+        const auto torch = nb::module_::import_("torch");
+        tensor_type = torch.attr("Tensor");
+        parameter_type = torch.attr("nn").attr("Parameter");
+        strided = torch.attr("strided");
+        is_neg_of = tensor_type.attr("is_neg");
+        dlpack = dlpack_api(tensor_type);
+    }
 
     static const Torch& get() {
-        PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Torch> storage;
-        return storage
-            .call_once_and_store_result([] {
-                const auto torch = py::module_::import("torch");
-                Torch made;
-                made.tensor_type = torch.attr("Tensor");
-                made.parameter_type = torch.attr("nn").attr("Parameter");
-                made.strided = torch.attr("strided");
-                made.is_neg_of = made.tensor_type.attr("is_neg");
-                made.dlpack = dlpack_api(made.tensor_type);
-                return made;
-            })
-            .get_stored();
+        // Not a static object: importing lets others have the GIL, who would wait for the object with the GIL held.
+        static const Torch* found = nullptr;
+        if (!found) {
+            auto made = std::make_unique<Torch>();
+            if (!found) found = made.release();  // never destroyed: the interpreter may be gone by then
+        }
+        return *found;
     }
 };
 
-py::object attribute(py::handle object, py::handle name) {
+nb::object attribute(nb::handle object, nb::handle name) {
     PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
-    if (!value) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(value);
+    if (!value) throw nb::python_error();
+    return nb::steal(value);
 }
 
-py::object call(py::handle object, py::handle method) {
-    PyObject* value = PyObject_CallMethodNoArgs(object.ptr(), method.ptr());
-    if (!value) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(value);
+nb::object call(nb::handle object, nb::handle method) {
+    PyObject* self = object.ptr();
+    PyObject* value = PyObject_VectorcallMethod(method.ptr(), &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+    if (!value) throw nb::python_error();
+    return nb::steal(value);
 }
 
-std::uint64_t to_unsigned(const py::object& number) {
+std::uint64_t to_unsigned(const nb::object& number) {
     const auto value = PyLong_AsUnsignedLongLong(number.ptr());
-    if (PyErr_Occurred()) throw py::error_already_set();
+    if (PyErr_Occurred()) throw nb::python_error();
     return value;
 }
 
-bool is_true(const py::object& value) { return value.ptr() == Py_True; }
-
-std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 
 // The device of a CUDA tensor, and the stream that its caller gives work to there.
-DeviceMemory current_stream(const py::object& tensor) {
-    const auto device = tensor.attr("get_device")().cast<CudaDevice>();
-    const auto stream = py::module_::import("torch").attr("cuda").attr("current_stream")(device).attr("cuda_stream").cast<std::uintptr_t>();
+DeviceMemory current_stream(const nb::object& tensor) {
+    const auto device = nb::cast<CudaDevice>(tensor.attr("get_device")());
+    const nb::object current = nb::module_::import_("torch").attr("cuda").attr("current_stream")(device);
+    const auto stream = nb::cast<std::uintptr_t>(current.attr("cuda_stream"));
     return {device, reinterpret_cast<CudaStreamHandle>(stream)};
 }
 
-// A path, or a text with one in it, as Python has it: bytes that are no UTF-8 become surrogates.
-py::object decoded(const std::string& text) {
-    return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
+// What a warning or error shows of an object. Surrogates, which UTF-8 has not, are shown escaped.
+std::string utf8(const nb::str& text) {
+    const auto bytes = nb::steal<nb::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+    if (!bytes.is_valid()) throw nb::python_error();
+    return {bytes.c_str(), bytes.size()};
 }
 
 }  // namespace
 
-py::object storage_of(py::handle tensor) { return call(tensor, Torch::get().untyped_storage); }
+nb::builtin_exception value_error(const std::string& text) { return nb::value_error(text.c_str()); }
 
-py::object bytes_of(py::handle tensor) {
-    return tensor.attr("detach")().attr("view")(-1).attr("view")(py::module_::import("torch").attr("uint8"));
+nb::builtin_exception type_error(const std::string& text) { return nb::type_error(text.c_str()); }
+
+std::string text_of(nb::handle object) { return utf8(nb::str(object)); }
+
+std::string name_of_type(nb::handle object) {
+    const nb::handle type = object.type();
+    const std::string module = text_of(nb::getattr(type, "__module__", nb::none())), name = text_of(type.attr("__qualname__"));
+    return module == "builtins" || module == "__main__" ? name : module + "." + name;
 }
 
-void require_tensor(py::handle object) {
+nb::object decoded(const std::string& text) {
+    PyObject* made = PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+    if (!made) throw nb::python_error();
+    return nb::steal(made);
+}
+
+nb::object storage_of(nb::handle tensor) { return call(tensor, Torch::get().untyped_storage); }
+
+nb::object bytes_of(nb::handle tensor) {
+    return tensor.attr("detach")().attr("view")(-1).attr("view")(nb::module_::import_("torch").attr("uint8"));
+}
+
+void require_tensor(nb::handle object) {
     if (!PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(Torch::get().tensor_type.ptr())))
-        throw py::type_error("expected a torch.Tensor, got " + type_name(object));
+        throw type_error("expected a torch.Tensor, got " + name_of_type(object));
 }
 
-std::int64_t integer_of(py::handle number, const char* name) {
-    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
-    if (!index) {
+std::int64_t integer_of(nb::handle number, const char* name) {
+    const auto index = nb::steal(PyNumber_Index(number.ptr()));
+    if (!index.is_valid()) {
         PyErr_Clear();
-        throw py::type_error(std::string(name) + " must be an integer, got " + py::repr(number).cast<std::string>());
+        throw type_error(std::string(name) + " must be an integer, got " + utf8(nb::repr(number)));
     }
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-    if (overflow) throw py::value_error(std::string(name) + " is out of range: " + py::str(index).cast<std::string>());
+    if (overflow) throw value_error(std::string(name) + " is out of range: " + text_of(index));
     return value;
 }
 
-TensorMemory memory_of(py::handle tensor, Direction direction, const char* verb) {
+TensorMemory memory_of(nb::handle tensor, Direction direction, const char* verb) {
     require_tensor(tensor);
     const Torch& torch = Torch::get();
     if (!attribute(tensor, torch.layout).is(torch.strided))
-        throw py::type_error("expected a dense tensor, got one of layout " + py::str(attribute(tensor, torch.layout)).cast<std::string>());
+        throw type_error("expected a dense tensor, got one of layout " + text_of(attribute(tensor, torch.layout)));
     const bool on_device = !is_true(attribute(tensor, torch.is_cpu));
     if (on_device && !is_true(attribute(tensor, torch.is_cuda))) {
-        const auto device = py::str(tensor.attr("device")).cast<std::string>();
-        if (device == "meta") throw py::value_error("a meta tensor has no memory to transfer");
-        throw py::value_error("tensors on the CPU and on CUDA devices can be transferred, got one on " + device + "; copy it with .cpu() first");
+        const auto device = text_of(tensor.attr("device"));
+        if (device == "meta") throw value_error("a meta tensor has no memory to transfer");
+        throw value_error("tensors on the CPU and on CUDA devices can be transferred, got one on " + device + "; copy it with .cpu() first");
     }
-    auto dense = py::reinterpret_borrow<py::object>(tensor);
+    auto dense = nb::borrow(tensor);
     const bool lazy = is_true(call(dense, torch.is_conj)) || is_true(call(dense, torch.is_neg));
     const bool contiguous = is_true(call(dense, torch.is_contiguous));
     if (lazy || !contiguous) {
         if (direction == Direction::read)
-            throw py::value_error("cannot " + std::string(verb) + " a tensor that is " +
+            throw value_error("cannot " + std::string(verb) + " a tensor that is " +
                                   (lazy ? "a lazy conjugate or negative" : "not contiguous") + "; " + verb + " a contiguous one and copy it");
         if (lazy) dense = dense.attr("resolve_conj")().attr("resolve_neg")();
         dense = dense.attr("contiguous")();
     }
     const auto address = to_unsigned(call(dense, torch.data_ptr));
     const auto nbytes = to_unsigned(attribute(dense, torch.nbytes));
-    if (nbytes > 0 && address == 0) throw py::value_error("the tensor has no memory to transfer (a fake or unallocated tensor?)");
+    if (nbytes > 0 && address == 0) throw value_error("the tensor has no memory to transfer (a fake or unallocated tensor?)");
     auto storage = storage_of(dense);
     // Looked up last: a tensor made contiguous above is the work of that stream.
     auto device = on_device ? std::optional(current_stream(dense)) : std::nullopt;
     return {std::move(dense), std::move(storage), reinterpret_cast<std::byte*>(address), nbytes, device};
 }
 
-std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor) {
+std::optional<std::span<std::byte>> plain_memory_of(nb::handle tensor) {
     const Torch& torch = Torch::get();
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
     if (!torch.dlpack || (type != torch.tensor_type.ptr() && type != torch.parameter_type.ptr())) return std::nullopt;
@@ -169,43 +201,50 @@ std::optional<std::span<std::byte>> plain_memory_of(py::handle tensor) {
         if (found.shape[i] != 1 && found.strides && found.strides[i] != numel) return std::nullopt;
         numel *= found.shape[i];
     }
-    const auto is_neg = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch.is_neg_of.ptr(), tensor.ptr()));
-    if (!is_neg) PyErr_Clear();
+    PyObject* const self = tensor.ptr();
+    const auto is_neg = nb::steal(PyObject_Vectorcall(torch.is_neg_of.ptr(), &self, 1, nullptr));
+    if (!is_neg.is_valid()) PyErr_Clear();
     if (is_neg.ptr() != Py_False || !found.data) return std::nullopt;
     return std::span(static_cast<std::byte*>(found.data) + found.byte_offset, static_cast<std::size_t>(numel) * (found.bits / 8));
 }
 
-std::span<const std::uint64_t> numbers_in(const py::buffer_info& buffer, const char* name) {
-    const bool unsigned_64 = buffer.itemsize == sizeof(std::uint64_t) && (buffer.format == "Q" || buffer.format == "L");
-    if (!unsigned_64 || buffer.ndim != 1)
-        throw py::type_error(std::string(name) + " must be an array of uint64, such as array.array('Q'), got " +
-                             std::to_string(buffer.ndim) + " dimension(s) of format '" + buffer.format + "'");
-    if (buffer.size > 1 && buffer.strides[0] != buffer.itemsize) throw py::value_error(std::string(name) + " must be contiguous");
-    return {static_cast<const std::uint64_t*>(buffer.ptr), static_cast<std::size_t>(buffer.size)};
+BufferView::BufferView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) throw nb::python_error();
 }
 
-std::string path_of(py::handle path) {
+std::span<const std::uint64_t> numbers_in(const BufferView& buffer, const char* name) {
+    const std::string_view format = buffer->format ? buffer->format : "B";
+    const bool unsigned_64 = buffer->itemsize == sizeof(std::uint64_t) && (format == "Q" || format == "L");
+    if (!unsigned_64 || buffer->ndim != 1)
+        throw type_error(std::string(name) + " must be an array of uint64, such as array.array('Q'), got " +
+                         std::to_string(buffer->ndim) + " dimension(s) of format '" + std::string(format) + "'");
+    const auto size = static_cast<std::size_t>(buffer->shape[0]);
+    if (size > 1 && buffer->strides[0] != buffer->itemsize) throw value_error(std::string(name) + " must be contiguous");
+    return {static_cast<const std::uint64_t*>(buffer->buf), size};
+}
+
+std::string path_of(nb::handle path) {
     PyObject* encoded = nullptr;
-    if (!PyUnicode_FSConverter(path.ptr(), &encoded)) throw py::error_already_set();
-    const auto bytes = py::reinterpret_steal<py::bytes>(encoded);
-    return bytes;
+    if (!PyUnicode_FSConverter(path.ptr(), &encoded)) throw nb::python_error();
+    const auto bytes = nb::steal<nb::bytes>(encoded);
+    return {bytes.c_str(), bytes.size()};
 }
 
-py::object to_python(const IoError& error, const std::string& suffix) {
+nb::object to_python(const IoError& error, const std::string& suffix) {
     const std::string text = describe_errno(error.error()) + ": " + error.operation() + suffix;
-    if (error.path().empty()) return py::handle(PyExc_OSError)(error.error(), text);
-    return py::handle(PyExc_OSError)(error.error(), text, decoded(error.path()));
+    if (error.path().empty()) return nb::handle(PyExc_OSError)(error.error(), text.c_str());
+    return nb::handle(PyExc_OSError)(error.error(), text.c_str(), decoded(error.path()));
 }
 
-void bind_errors(py::module_&) {
-    py::register_local_exception_translator([](std::exception_ptr thrown) {
+void bind_errors(nb::module_&) {
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
-            if (thrown) std::rethrow_exception(thrown);
+            std::rethrow_exception(thrown);
         } catch (const IoError& error) {
-            const py::object converted = to_python(error);
-            PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(converted.ptr())), converted.ptr());
+            const nb::object converted = to_python(error);
+            PyErr_SetObject(converted.type().ptr(), converted.ptr());
         } catch (const PastEndError& error) {
-            const py::object converted = py::handle(PyExc_ValueError)(decoded(error.what()));
+            const nb::object converted = nb::handle(PyExc_ValueError)(decoded(error.what()));
             converted.attr("file_size") = error.file_size();
             PyErr_SetObject(PyExc_ValueError, converted.ptr());
         }
@@ -213,3 +252,12 @@ void bind_errors(py::module_&) {
 }
 
 }  // namespace deepnvme::bindings
+
+bool nanobind::detail::type_caster<deepnvme::bindings::Flag>::from_python(handle source, uint32_t, cleanup_list*) noexcept {
+    // What has a length alone, such as a string, is no flag.
+    if (!PyBool_Check(source.ptr()) && !PyType_GetSlot(Py_TYPE(source.ptr()), Py_nb_bool)) return false;
+    const int truth = PyObject_IsTrue(source.ptr());
+    if (truth < 0) PyErr_Clear();
+    value.value = truth == 1;
+    return truth >= 0;
+}

@@ -1,4 +1,7 @@
 // Engine, Future and File as Python sees them; async_io_op/__init__.pyi documents them.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -10,31 +13,31 @@ namespace deepnvme::bindings {
 
 namespace {
 
-using namespace pybind11::literals;
+using namespace nanobind::literals;
 
 // Seconds, or None to wait for as long as it takes.
-std::optional<std::chrono::nanoseconds> time_limit(const py::object& timeout) {
+std::optional<std::chrono::nanoseconds> time_limit(const nb::object& timeout) {
     if (timeout.is_none()) return std::nullopt;
     // Beyond a year is as good as for ever, and would overflow the clock.
     const double asked = PyFloat_AsDouble(timeout.ptr());
-    if (PyErr_Occurred()) throw py::error_already_set();
-    if (std::isnan(asked)) throw py::value_error("timeout must be a number of seconds, got nan");
+    if (PyErr_Occurred()) throw nb::python_error();
+    if (std::isnan(asked)) throw value_error("timeout must be a number of seconds, got nan");
     return std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(asked, 0.0, 3e7) * 1e9));
 }
 
-[[noreturn]] void throw_timeout(const std::string& what, const py::object& timeout) {
-    const std::string text = what + " within " + py::str(timeout).cast<std::string>() + " s";
+[[noreturn]] void throw_timeout(const std::string& what, const nb::object& timeout) {
+    const std::string text = what + " within " + text_of(timeout) + " s";
     PyErr_SetString(PyExc_TimeoutError, text.c_str());
-    throw py::error_already_set();
+    throw nb::python_error();
 }
 
 // What Future.result and its kin share: the request has ended when this returns.
-void await(Pending& pending, const py::object& timeout) {
+void await(Pending& pending, const nb::object& timeout) {
     if (!pending.wait_for(time_limit(timeout))) throw_timeout(pending.describe() + " has not ended", timeout);
     pending.release_memory();
 }
 
-std::optional<std::int64_t> optional_integer_of(const py::object& number, const char* name) {
+std::optional<std::int64_t> optional_integer_of(const nb::object& number, const char* name) {
     return number.is_none() ? std::nullopt : std::optional(integer_of(number, name));
 }
 
@@ -51,17 +54,16 @@ Mode mode_of(const std::string& mode) {
     if (mode == "x") return {Access::write, Creation::exclusive};
     if (mode == "x+") return {Access::read_write, Creation::exclusive};
     if (mode == "rw") return {Access::read_write, Creation::if_missing};
-    throw py::value_error("mode must be one of r, r+, rw, w, w+, x, x+, got '" + mode + "'");
+    throw value_error("mode must be one of r, r+, rw, w, w+, x, x+, got '" + mode + "'");
 }
 
-OpenFile open_file(const Session& session, py::handle path, const std::string& mode, bool whole_pages,
-                   bool whole_sectors) {
+OpenFile open_file(const Session& session, nb::handle path, const std::string& mode, Flag whole_pages, Flag whole_sectors) {
     session.engine().check_usable();
-    if (whole_pages && whole_sectors) throw py::value_error("a file has whole_pages or whole_sectors, not both");
+    if (whole_pages && whole_sectors) throw value_error("a file has whole_pages or whole_sectors, not both");
     const Mode how = mode_of(mode);
     const std::string name = path_of(path);
     const auto ownership = whole_pages ? Ownership::pages : whole_sectors ? Ownership::sectors : Ownership::bytes;
-    py::gil_scoped_release release;
+    nb::gil_scoped_release release;
     return {std::make_shared<File>(name, how.access, how.creation, true, ownership), name};
 }
 
@@ -69,32 +71,30 @@ OpenFile open_file(const Session& session, py::handle path, const std::string& m
 std::optional<IoError> close_file(OpenFile& open) {
     auto file = std::exchange(open.file, nullptr);
     const bool writable = file && file->writable();
-    py::gil_scoped_release release;
+    nb::gil_scoped_release release;
     const auto error = File::release(file);
     return writable ? error : std::nullopt;
 }
 
-py::object text_of(const std::string& text) { return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(text.c_str())); }
-
 // What repr() of a future says. Never blocks, also in a forked child.
-py::object show_future(Pending& self) {
-    if (!self.submitted()) return py::str("<Future, not submitted>");
+nb::object show_future(Pending& self) {
+    if (!self.submitted()) return nb::str("<Future, not submitted>");
     std::string under_way;
     try {
         under_way = self.describe_unfinished();
     } catch (const std::runtime_error&) {
-        return py::str("<Future: {}, of the parent process>").format(text_of(self.describe()));
+        return nb::str("<Future: {}, of the parent process>").format(decoded(self.describe()));
     }
     // Of one transfer, what is under way is told with its file.
     if (!under_way.empty())
-        return py::str("<Future: {}, under way>").format(text_of(self.many ? self.describe() : under_way));
-    const py::object error = self.error();
-    const py::object what = text_of(self.describe());
-    return error.is_none() ? py::str("<Future: {}, done>").format(what) : py::str("<Future: {}, failed: {}>").format(what, error);
+        return nb::str("<Future: {}, under way>").format(decoded(self.many ? self.describe() : under_way));
+    const nb::object error = self.error();
+    const nb::object what = decoded(self.describe());
+    return error.is_none() ? nb::str("<Future: {}, done>").format(what) : nb::str("<Future: {}, failed: {}>").format(what, error);
 }
 
 // What repr() of a file says. Asks the system for nothing, and takes no lock, which in a forked child nobody might release.
-py::object show_file(const OpenFile& self) {
+nb::object show_file(const OpenFile& self) {
     const char* state = "closed";
     if (self.file) {
         state = self.generation != process_generation()           ? "of the parent process"
@@ -102,125 +102,144 @@ py::object show_file(const OpenFile& self) {
                 : self.file->readable()                          ? "for reading"
                                                                   : "for writing";
     }
-    return py::str("<File '{}', {}>").format(text_of(self.path), state);
+    return nb::str("<File '{}', {}>").format(decoded(self.path), state);
 }
 
 }  // namespace
 
-void bind_engine(py::module_& module) {
-    py::class_<Pending, std::shared_ptr<Pending>>(module, "Future", py::module_local())
-        .def_property_readonly("nbytes", &Pending::nbytes)
+void bind_engine(nb::module_& module) {
+    nb::class_<Pending>(module, "Future", nb::is_weak_referenceable())
+        .def_prop_ro("nbytes", &Pending::nbytes)
         .def("done", &Pending::done)
         .def(
             "result",
-            [](Pending& self, const py::object& timeout) {
+            [](Pending& self, const nb::object& timeout) {
                 await(self, timeout);
                 self.check();
                 return self.nbytes();
             },
-            "timeout"_a = py::none())
+            "timeout"_a = nb::none(),
+            nb::sig("def result(self, timeout: float | None = None) -> int"))
         .def(
             "exception",
-            [](Pending& self, const py::object& timeout) {
+            [](Pending& self, const nb::object& timeout) {
                 await(self, timeout);
                 return self.error();
             },
-            "timeout"_a = py::none())
+            "timeout"_a = nb::none(),
+            nb::sig("def exception(self, timeout: float | None = None) -> OSError | None"))
         .def("cancel", &Pending::cancel)
         .def("__repr__", &show_future);
 
-    py::class_<OpenFile>(module, "File", py::module_local())
-        .def_property_readonly("path",
-                               [](const OpenFile& self) {
-                                   return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(self.path.c_str()));
-                               })
-        .def_property_readonly("closed", [](const OpenFile& self) { return !self.file; })
-        .def_property_readonly("direct", [](const OpenFile& self) { return self.get().limits().has_value(); })
-        .def_property_readonly("alignment",
-                               [](const OpenFile& self) {
-                                   const auto limits = self.get().limits();
-                                   return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
-                               })
-        .def_property_readonly("sector_size",
-                               [](const OpenFile& self) {
-                                   const auto limits = self.get().limits();
-                                   return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
-                               })
+    nb::class_<OpenFile>(module, "File", nb::is_weak_referenceable())
+        .def_prop_ro("path", [](const OpenFile& self) { return decoded(self.path); })
+        .def_prop_ro("closed", [](const OpenFile& self) { return !self.file; })
+        .def_prop_ro("direct", [](const OpenFile& self) { return self.get().limits().has_value(); })
+        .def_prop_ro("alignment",
+                     [](const OpenFile& self) {
+                         const auto limits = self.get().limits();
+                         return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
+                     })
+        .def_prop_ro("sector_size",
+                     [](const OpenFile& self) {
+                         const auto limits = self.get().limits();
+                         return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
+                     })
+        .def_prop_ro("_shared", [](const OpenFile& self) { return nb::capsule(&self, kSharedFile); })
         .def("size", [](const OpenFile& self) { return self.get().size(); })
         .def("close",
              [](OpenFile& self) {
                  if (const auto error = close_file(self)) throw *error;
              })
-        .def("__enter__", [](py::object self) { return self; })
-        .def("__exit__", [](OpenFile& self, py::handle kind, py::handle, py::handle) {
-            if (const auto error = close_file(self); error && kind.is_none()) throw *error;
-        })
+        .def("__enter__", [](nb::object self) { return self; })
+        .def(
+            "__exit__",
+            [](OpenFile& self, nb::handle kind, nb::handle, nb::handle) {
+                if (const auto error = close_file(self); error && kind.is_none()) throw *error;
+            },
+            "kind"_any, "error"_any, "trace"_any)
         .def("__repr__", &show_file);
 
     const EngineOptions defaults;
-    py::class_<Session>(module, "Engine", py::module_local())
-        .def(py::init([](std::string backend, py::handle block_size, py::handle queue_depth, py::handle num_threads,
-                         bool single_submit, const py::object& in_flight_bytes) {
-                 return std::make_unique<Session>(EngineOptions{std::move(backend), integer_of(block_size, "block_size"),
-                                                                integer_of(queue_depth, "queue_depth"),
-                                                                integer_of(num_threads, "num_threads"), single_submit,
-                                                                optional_integer_of(in_flight_bytes, "in_flight_bytes")});
-             }),
-             "backend"_a = defaults.backend, "block_size"_a = defaults.block_size, "queue_depth"_a = defaults.queue_depth,
-             "num_threads"_a = defaults.num_threads, "single_submit"_a = defaults.single_submit,
-             "in_flight_bytes"_a = py::none())
-        .def_property_readonly("backend", [](const Session& self) { return self.engine().backend(); })
-        .def_property_readonly("block_size", [](const Session& self) { return self.engine().options().block_size; })
-        .def_property_readonly("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })
-        .def_property_readonly("in_flight_bytes", [](const Session& self) { return self.engine().options().most_in_flight(); })
-        .def_property_readonly("num_threads", [](const Session& self) { return self.engine().options().num_threads; })
-        .def_property_readonly("closed", [](const Session& self) { return self.engine().closed(); })
+    nb::class_<Session>(module, "Engine", nb::is_weak_referenceable())
+        .def(
+            "__init__",
+            [](Session* self, std::string backend, nb::handle block_size, nb::handle queue_depth, nb::handle num_threads,
+               Flag single_submit, const nb::object& in_flight_bytes) {
+                new (self) Session(EngineOptions{std::move(backend), integer_of(block_size, "block_size"),
+                                                 integer_of(queue_depth, "queue_depth"), integer_of(num_threads, "num_threads"),
+                                                 single_submit, optional_integer_of(in_flight_bytes, "in_flight_bytes")});
+            },
+            "backend"_a = defaults.backend, "block_size"_any = defaults.block_size, "queue_depth"_any = defaults.queue_depth,
+            "num_threads"_any = defaults.num_threads, "single_submit"_a = defaults.single_submit, "in_flight_bytes"_a = nb::none(),
+            nb::sig("def __init__(self, backend: str = 'auto', block_size: int = 1048576, queue_depth: int = 128, "
+                    "num_threads: int = 1, single_submit: bool = False, in_flight_bytes: int | None = None) -> None"))
+        .def_prop_ro("backend", [](const Session& self) { return self.engine().backend(); })
+        .def_prop_ro("block_size", [](const Session& self) { return self.engine().options().block_size; })
+        .def_prop_ro("queue_depth", [](const Session& self) { return self.engine().options().queue_depth; })
+        .def_prop_ro("in_flight_bytes", [](const Session& self) { return self.engine().options().most_in_flight(); })
+        .def_prop_ro("num_threads", [](const Session& self) { return self.engine().options().num_threads; })
+        .def_prop_ro("closed", [](const Session& self) { return self.engine().closed(); })
         .def(
             "read",
-            [](Session& self, py::handle tensor, py::handle source, py::handle offset) {
+            [](Session& self, nb::handle tensor, nb::handle source, nb::handle offset) {
                 return self.transfer(Direction::read, tensor, source, integer_of(offset, "offset"));
             },
-            "tensor"_a, "source"_a, "offset"_a = 0)
+            "tensor"_any, "source"_any, "offset"_any = 0,
+            nb::sig("def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike | File, offset: int = 0) -> Future"))
         .def(
             "write",
-            [](Session& self, py::handle tensor, py::handle target, py::handle offset) {
+            [](Session& self, nb::handle tensor, nb::handle target, nb::handle offset) {
                 return self.transfer(Direction::write, tensor, target, integer_of(offset, "offset"));
             },
-            "tensor"_a, "target"_a, "offset"_a = 0)
+            "tensor"_any, "target"_any, "offset"_any = 0,
+            nb::sig("def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike | File, offset: int = 0) -> Future"))
         .def(
             "read_many",
-            [](Session& self, py::handle tensors, py::handle source, py::handle offsets) {
+            [](Session& self, nb::handle tensors, nb::handle source, nb::handle offsets) {
                 return self.transfer_many(Direction::read, tensors, source, offsets);
             },
-            "tensors"_a, "source"_a, "offsets"_a = py::none())
+            "tensors"_any, "source"_any, "offsets"_a = nb::none(),
+            nb::sig("def read_many(self, tensors: Sequence[torch.Tensor], source: str | bytes | os.PathLike | File | "
+                    "Sequence[str | bytes | os.PathLike | File], offsets: Sequence[int] | None = None) -> Future"))
         .def(
             "write_many",
-            [](Session& self, py::handle tensors, py::handle target, py::handle offsets) {
+            [](Session& self, nb::handle tensors, nb::handle target, nb::handle offsets) {
                 return self.transfer_many(Direction::write, tensors, target, offsets);
             },
-            "tensors"_a, "target"_a, "offsets"_a = py::none())
+            "tensors"_any, "target"_any, "offsets"_a = nb::none(),
+            nb::sig("def write_many(self, tensors: Sequence[torch.Tensor], target: str | bytes | os.PathLike | File | "
+                    "Sequence[str | bytes | os.PathLike | File], offsets: Sequence[int] | None = None) -> Future"))
         .def(
             "gather",
-            [](Session& self, py::handle source, py::handle ids, py::handle out, py::handle record_size, py::handle base) {
+            [](Session& self, nb::handle source, nb::handle ids, nb::handle out, nb::handle record_size, nb::handle base) {
                 return self.transfer_records(Direction::read, source, ids, out, record_size, integer_of(base, "base"));
             },
-            "source"_a, "ids"_a, "out"_a, py::kw_only(), "record_size"_a = py::none(), "base"_a = 0)
+            "source"_any, "ids"_any, "out"_any, nb::kw_only(), "record_size"_a = nb::none(), "base"_any = 0,
+            nb::sig("def gather(self, source: str | bytes | os.PathLike | File, ids: torch.Tensor, out: torch.Tensor, *, "
+                    "record_size: int | None = None, base: int = 0) -> Future"))
         .def(
             "scatter",
-            [](Session& self, py::handle target, py::handle ids, py::handle values, py::handle record_size, py::handle base) {
+            [](Session& self, nb::handle target, nb::handle ids, nb::handle values, nb::handle record_size, nb::handle base) {
                 return self.transfer_records(Direction::write, target, ids, values, record_size, integer_of(base, "base"));
             },
-            "target"_a, "ids"_a, "values"_a, py::kw_only(), "record_size"_a = py::none(), "base"_a = 0)
-        .def("fsync", &Session::sync, "target"_a)
-        .def("open", &open_file, "path"_a, "mode"_a = "r", py::kw_only(), "whole_pages"_a = false, "whole_sectors"_a = false)
+            "target"_any, "ids"_any, "values"_any, nb::kw_only(), "record_size"_a = nb::none(), "base"_any = 0,
+            nb::sig("def scatter(self, target: str | bytes | os.PathLike | File, ids: torch.Tensor, values: torch.Tensor, *, "
+                    "record_size: int | None = None, base: int = 0) -> Future"))
+        .def("fsync", &Session::sync, "target"_any,
+             nb::sig("def fsync(self, target: str | bytes | os.PathLike | File) -> Future"))
+        .def("open", &open_file, "path"_any, "mode"_a = "r", nb::kw_only(), "whole_pages"_a = false, "whole_sectors"_a = false,
+             nb::sig("def open(self, path: str | bytes | os.PathLike, mode: str = 'r', *, whole_pages: bool = False, "
+                     "whole_sectors: bool = False) -> File"))
         .def("stats", &Session::stats)
         .def("cancel", &Session::cancel)
         .def(
             "close",
-            [](Session& self, const py::object& timeout) {
+            [](Session& self, const nb::object& timeout) {
                 if (!self.close(time_limit(timeout))) throw_timeout(self.describe_pending() + " not ended", timeout);
             },
-            "timeout"_a = py::none());
+            "timeout"_a = nb::none(),
+            nb::sig("def close(self, timeout: float | None = None) -> None"));
 }
 
 }  // namespace deepnvme::bindings

@@ -17,36 +17,48 @@ namespace {
 constexpr std::size_t kFirstPart = 256;
 constexpr std::size_t kLargestPart = 4096;
 
-py::tuple tuple_of(py::handle sequence, const char* name) {
+nb::tuple tuple_of(nb::handle sequence, const char* name) {
     PyObject* tuple = PySequence_Tuple(sequence.ptr());
-    if (tuple) return py::reinterpret_steal<py::tuple>(tuple);
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    if (tuple) return nb::steal<nb::tuple>(tuple);
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
     PyErr_Clear();
-    throw py::type_error(std::string(name) + " must be a sequence, got " + Py_TYPE(sequence.ptr())->tp_name);
+    throw type_error(std::string(name) + " must be a sequence, got " + name_of_type(sequence));
 }
 
-bool is_one_target(py::handle targets) {
-    if (PyUnicode_Check(targets.ptr()) || PyBytes_Check(targets.ptr()) || py::hasattr(targets, "__fspath__")) return true;
-    return py::detail::make_caster<OpenFile>().load(targets, false);  // which knows the files of our other modules, too
+bool is_path(nb::handle target) {
+    return PyUnicode_Check(target.ptr()) || PyBytes_Check(target.ptr()) || nb::hasattr(target, "__fspath__");
 }
+
+// Of a File of this op or of another of ours, which lives as long as that; null for anything else.
+const OpenFile* open_file_of(nb::handle target) {
+    if (PyUnicode_Check(target.ptr())) return nullptr;
+    OpenFile* own = nullptr;
+    if (nb::try_cast(target, own, false)) return own;  // null for None
+    if (is_path(target)) return nullptr;
+    const nb::object shared = nb::getattr(target, "_shared", nb::none());
+    if (!PyCapsule_IsValid(shared.ptr(), kSharedFile)) return nullptr;
+    return static_cast<const OpenFile*>(PyCapsule_GetPointer(shared.ptr(), kSharedFile));
+}
+
+bool is_one_target(nb::handle targets) { return is_path(targets) || open_file_of(targets); }
 
 void require_as_many(const char* name, std::size_t count, std::size_t tensors) {
     if (count == tensors) return;
-    throw py::value_error("there must be as many " + std::string(name) + " as tensors, got " + std::to_string(count) + " and " +
+    throw value_error("there must be as many " + std::string(name) + " as tensors, got " + std::to_string(count) + " and " +
                           std::to_string(tensors));
 }
 
-std::vector<std::int64_t> offsets_of(py::handle offsets, std::size_t tensors) {
-    const py::tuple numbers = tuple_of(offsets, "offsets");
+std::vector<std::int64_t> offsets_of(nb::handle offsets, std::size_t tensors) {
+    const nb::tuple numbers = tuple_of(offsets, "offsets");
     require_as_many("offsets", numbers.size(), tensors);
     std::vector<std::int64_t> values(tensors);
     for (std::size_t i = 0; i < tensors; ++i) {
-        PyObject* number = PyTuple_GET_ITEM(numbers.ptr(), static_cast<Py_ssize_t>(i));
+        PyObject* number = PyTuple_GetItem(numbers.ptr(), static_cast<Py_ssize_t>(i));
         int overflow = PyLong_CheckExact(number) ? 0 : 1;
         if (!overflow) values[i] = PyLong_AsLongLongAndOverflow(number, &overflow);
         if (overflow) values[i] = integer_of(number, "offset");
         if (values[i] < 0)
-            throw py::value_error("offset must not be negative, got " + std::to_string(values[i]) + " at " + std::to_string(i));
+            throw value_error("offset must not be negative, got " + std::to_string(values[i]) + " at " + std::to_string(i));
     }
     return values;
 }
@@ -57,38 +69,33 @@ bool same_device(const std::optional<DeviceMemory>& left, const std::optional<De
 
 }  // namespace
 
-SharedFile target_of(py::handle target) {
-    if (!PyUnicode_Check(target.ptr())) {
-        py::detail::make_caster<OpenFile> open;
-        if (open.load(target, false)) {
-            const auto& file = static_cast<OpenFile&>(open);
-            file.get();
-            return SharedFile(file.file);
-        }
-    }
-    return SharedFile(path_of(target));
+SharedFile target_of(nb::handle target) {
+    const OpenFile* const open = open_file_of(target);
+    if (!open) return SharedFile(path_of(target));
+    open->get();
+    return SharedFile(open->file);
 }
 
-ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle targets, py::handle offsets)
+ManyTransfers::ManyTransfers(Direction direction, nb::handle tensors, nb::handle targets, nb::handle offsets)
     : direction_(direction), tensors_(tuple_of(tensors, "tensors")) {
     const std::size_t count = tensors_.size();
-    if (count > UINT32_MAX) throw py::value_error("too many tensors for one call: " + std::to_string(count));
+    if (count > UINT32_MAX) throw value_error("too many tensors for one call: " + std::to_string(count));
     const bool one = is_one_target(targets);
     if (!offsets.is_none()) offsets_ = offsets_of(offsets, count);
-    else if (one && count > 0) throw py::value_error("offsets are needed for several tensors of one file");
+    else if (one && count > 0) throw value_error("offsets are needed for several tensors of one file");
     else offsets_.resize(count);
     if (one) {
         targets_.push_back(target_of(targets));
         counts_.push_back(static_cast<std::uint32_t>(count));
         return;
     }
-    const py::tuple listed = tuple_of(targets, direction == Direction::read ? "source" : "target");
+    const nb::tuple listed = tuple_of(targets, direction == Direction::read ? "source" : "target");
     require_as_many("files", listed.size(), count);
     std::unordered_map<std::string, std::uint32_t> paths;
     std::unordered_map<File*, std::uint32_t> open;
     bool in_order = true;
     files_.reserve(count);
-    for (const py::handle each : listed) {
+    for (const nb::handle each : listed) {
         SharedFile target = target_of(each);
         const auto next = static_cast<std::uint32_t>(targets_.size());
         const std::uint32_t file = target.file ? open.emplace(target.file.get(), next).first->second
@@ -108,7 +115,7 @@ ManyTransfers::ManyTransfers(Direction direction, py::handle tensors, py::handle
 }
 
 ManyTransfers::Memory ManyTransfers::memory_of(std::size_t transfer) {
-    const py::handle tensor = PyTuple_GET_ITEM(tensors_.ptr(), static_cast<Py_ssize_t>(transfer));
+    const nb::handle tensor = PyTuple_GetItem(tensors_.ptr(), static_cast<Py_ssize_t>(transfer));
     if (const auto plain = plain_memory_of(tensor)) {
         storages_.append(storage_of(tensor));
         return {plain->data(), plain->size(), std::nullopt};
@@ -118,10 +125,8 @@ ManyTransfers::Memory ManyTransfers::memory_of(std::size_t transfer) {
         const TensorMemory memory = bindings::memory_of(tensor, direction_);
         storages_.append(memory.storage);
         return {memory.data, memory.nbytes, memory.device};
-    } catch (const py::value_error& error) {
-        throw py::value_error(where() + error.what());
-    } catch (const py::type_error& error) {
-        throw py::type_error(where() + error.what());
+    } catch (const nb::builtin_exception& error) {
+        throw nb::builtin_exception(error.type(), (where() + error.what()).c_str());
     }
 }
 
@@ -132,7 +137,7 @@ void ManyTransfers::start(Engine& engine, ManyParts& many) {
         const std::size_t end = std::min(begin + std::exchange(most, std::min(2 * most, kLargestPart)), tensors_.size());
         memory.clear();
         for (std::size_t position = begin; position < end; ++position) memory.push_back(memory_of(transfer(position)));
-        py::gil_scoped_release release;
+        nb::gil_scoped_release release;
         start(engine, memory, begin, many);
     }
 }
@@ -190,31 +195,31 @@ std::shared_ptr<Request> ManyTransfers::start(Engine& engine, std::span<const Me
     return engine.transfer(kind, std::make_unique<Pieces>(std::move(pieces)), target, last, memory[0].device);
 }
 
-RecordTransfers::RecordTransfers(Direction direction, py::handle file, py::handle ids, py::handle rows, py::handle record_size,
+RecordTransfers::RecordTransfers(Direction direction, nb::handle file, nb::handle ids, nb::handle rows, nb::handle record_size,
                                  std::int64_t base)
     : direction_(direction), file_(target_of(file)) {
     const char* const name = direction == Direction::read ? "out" : "values";
     require_tensor(ids);
-    const auto torch = py::module_::import("torch");
-    const py::object dtype = ids.attr("dtype");
+    const auto torch = nb::module_::import_("torch");
+    const nb::object dtype = ids.attr("dtype");
     try {
         torch.attr("iinfo")(dtype);
-    } catch (py::error_already_set& error) {
+    } catch (const nb::python_error& error) {
         if (!error.matches(PyExc_TypeError)) throw;
-        throw py::type_error("ids must be a tensor of integers, got one of " + py::str(dtype).cast<std::string>());
+        throw type_error("ids must be a tensor of integers, got one of " + text_of(dtype));
     }
-    if (base < 0) throw py::value_error("base must not be negative, got " + std::to_string(base));
+    if (base < 0) throw value_error("base must not be negative, got " + std::to_string(base));
     base_ = static_cast<std::uint64_t>(base);
     rows_ = memory_of(rows, direction);
     ids_ = memory_of(ids.attr("to")(torch.attr("int64")), Direction::write);
-    if (ids_.device) throw py::value_error("ids must be on the CPU");
-    const py::object shape = ids.attr("shape"), rows_shape = rows.attr("shape");
-    if (!py::object(rows_shape[py::slice(0, static_cast<py::ssize_t>(py::len(shape)), 1)]).equal(shape))
-        throw py::value_error(std::string(name) + " must have the shape of ids, and that of a record after it, got " +
-                              py::str(rows_shape).cast<std::string>() + " for " + py::str(shape).cast<std::string>());
+    if (ids_.device) throw value_error("ids must be on the CPU");
+    const nb::object shape = ids.attr("shape"), rows_shape = rows.attr("shape");
+    if (!nb::object(rows_shape[nb::slice(nb::len(shape))]).equal(shape))
+        throw value_error(std::string(name) + " must have the shape of ids, and that of a record after it, got " +
+                              text_of(rows_shape) + " for " + text_of(shape));
     const std::uint64_t count = ids_.nbytes / sizeof(std::int64_t);
     if (!record_size.is_none() && static_cast<std::uint64_t>(integer_of(record_size, "record_size")) * count != rows_.nbytes)
-        throw py::value_error("record_size is " + py::str(record_size).cast<std::string>() + ", but " + name + " has rows of " +
+        throw value_error("record_size is " + text_of(record_size) + ", but " + name + " has rows of " +
                               std::to_string(rows_.nbytes / count) + " bytes");
 }
 
@@ -225,7 +230,7 @@ void RecordTransfers::start(Engine& engine, ManyParts& many) {
     if (rows_.nbytes == 0) return;
     many.parts.reserve(1);
     const auto kind = direction_ == Direction::read ? Request::Kind::read : Request::Kind::write;
-    py::gil_scoped_release release;
+    nb::gil_scoped_release release;
     std::vector<std::int64_t> ids(count);
     std::memcpy(ids.data(), ids_.data, ids_.nbytes);
     auto pieces = std::make_unique<Pieces>(rows_.data, rows_.nbytes / count, base_, std::move(ids));

@@ -13,19 +13,19 @@
 namespace deepnvme::bindings {
 
 // From a path or an OpenFile. Throws ValueError for a closed one.
-SharedFile target_of(py::handle target);
+SharedFile target_of(nb::handle target);
 
 // The transfers of one call of read_many or write_many, sorted by file.
 class ManyTransfers {
 public:
     // Throws TypeError and ValueError for what can be seen without a look at the tensors or the files.
-    ManyTransfers(Direction direction, py::handle tensors, py::handle targets, py::handle offsets);
+    ManyTransfers(Direction direction, nb::handle tensors, nb::handle targets, nb::handle offsets);
 
     // Start all of them, some at a time, so that the first are under way while the tensors of the last are looked at. If this
     // throws, those that were started before are in `many`, too.
     void start(Engine& engine, ManyParts& many);
     // What has to outlive them: filled by start().
-    py::object owner() const { return storages_; }
+    nb::object owner() const { return storages_; }
 
 private:
     struct Memory {
@@ -41,8 +41,8 @@ private:
     std::shared_ptr<Request> start(Engine& engine, std::span<const Memory> memory, std::size_t begin, RequestGroup& group);
 
     const Direction direction_;
-    py::tuple tensors_;
-    py::list storages_;  // of the tensors, and of the copies of those that are not contiguous
+    nb::tuple tensors_;
+    nb::list storages_;  // of the tensors, and of the copies of those that are not contiguous
     std::vector<std::int64_t> offsets_;
     std::vector<SharedFile> targets_;        // the files, each once
     std::vector<std::uint32_t> files_;   // of each transfer its target; empty if there is one for all
@@ -56,11 +56,11 @@ private:
 class RecordTransfers {
 public:
     // Throws TypeError and ValueError.
-    RecordTransfers(Direction direction, py::handle file, py::handle ids, py::handle rows, py::handle record_size,
+    RecordTransfers(Direction direction, nb::handle file, nb::handle ids, nb::handle rows, nb::handle record_size,
                     std::int64_t base);
 
     void start(Engine& engine, ManyParts& many);
-    py::object owner() const { return rows_.storage; }
+    nb::object owner() const { return rows_.storage; }
 
 private:
     const Direction direction_;

@@ -8,34 +8,34 @@ namespace deepnvme::bindings {
 
 namespace {
 
-void copy_many_ranges(const py::buffer& destinations, const py::buffer& sources, const py::buffer& lengths) {
+void copy_many_ranges(nb::handle destinations, nb::handle sources, nb::handle lengths) {
     // Held until the end: arrays with a view cannot be resized.
-    const py::buffer_info views[] = {destinations.request(), sources.request(), lengths.request()};
+    const BufferView views[] = {BufferView(destinations), BufferView(sources), BufferView(lengths)};
     const auto to = numbers_in(views[0], "destinations"), from = numbers_in(views[1], "sources"), sizes = numbers_in(views[2], "lengths");
     if (to.size() != sizes.size() || from.size() != sizes.size())
-        throw py::value_error("destinations, sources and lengths must be as many, got " + std::to_string(to.size()) + ", " +
+        throw value_error("destinations, sources and lengths must be as many, got " + std::to_string(to.size()) + ", " +
                               std::to_string(from.size()) + " and " + std::to_string(sizes.size()));
     for (std::size_t i = 0; i < sizes.size(); ++i)
         if (sizes[i] > 0 && (to[i] == 0 || from[i] == 0))
-            throw py::value_error("range " + std::to_string(i) + ", of " + std::to_string(sizes[i]) + " bytes, has the address 0");
-    py::gil_scoped_release release;
+            throw value_error("range " + std::to_string(i) + ", of " + std::to_string(sizes[i]) + " bytes, has the address 0");
+    nb::gil_scoped_release release;
     copy_many(to, from, sizes);
 }
 
-std::uint32_t crc32_of(const py::buffer& data, std::uint32_t crc, bool tables) {
-    const py::buffer_info view = data.request();
-    if (view.ndim != 1 || view.itemsize != 1 || (view.size > 1 && view.strides[0] != 1))
-        throw py::value_error("data must be contiguous bytes of one dimension");
-    const auto bytes = static_cast<const std::byte*>(view.ptr);
-    const auto size = static_cast<std::size_t>(view.size);
-    py::gil_scoped_release release;
+std::uint32_t crc32_of(nb::handle data, std::uint32_t crc, Flag tables) {
+    const BufferView view(data);
+    if (view->ndim != 1 || view->itemsize != 1 || (view->len > 1 && view->strides[0] != 1))
+        throw value_error("data must be contiguous bytes of one dimension");
+    const auto bytes = static_cast<const std::byte*>(view->buf);
+    const auto size = static_cast<std::size_t>(view->len);
+    nb::gil_scoped_release release;
     return tables ? crc32_by_tables(crc, bytes, size) : crc32_by_threads(crc, bytes, size);
 }
 
 }  // namespace
 
-void bind_memory(py::module_& module) {
-    using namespace pybind11::literals;
+void bind_memory(nb::module_& module) {
+    using namespace nanobind::literals;
     auto memory = module.def_submodule("memory");
     memory.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
     memory.def("crc32", &crc32_of, "data"_a, "crc"_a = 0, "tables"_a = false);

@@ -7,13 +7,13 @@ namespace deepnvme::bindings {
 
 namespace {
 
-using namespace pybind11::literals;
+using namespace nanobind::literals;
 
 constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 
 void give_warnings() {
     for (const std::string& warning : Engine::take_warnings())
-        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw py::error_already_set();
+        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw nb::python_error();
 }
 
 // The transfers of a part that have failed, or `all`, are added to `indices`.
@@ -56,10 +56,10 @@ bool Pending::wait_for(std::optional<std::chrono::nanoseconds> timeout) {
             slice = std::min(slice, std::chrono::duration_cast<std::chrono::nanoseconds>(left));
         }
         {
-            py::gil_scoped_release release;
+            nb::gil_scoped_release release;
             request->wait_for(slice);
         }
-        if (!done() && PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (!done() && PyErr_CheckSignals() != 0) throw nb::python_error();
     }
     give_warnings();
     return true;
@@ -72,10 +72,10 @@ std::string Pending::describe() const {
            std::to_string(many->transfers) + " transfers";
 }
 
-py::object Pending::error() const {
+nb::object Pending::error() const {
     if (!many) {
         const auto error = request->error();
-        return error ? to_python(*error) : py::none();
+        return error ? to_python(*error) : nb::none();
     }
     std::optional<IoError> first;
     std::set<std::uint32_t> lost_files;  // that could not be closed: their parts that ended before have failed as well
@@ -83,21 +83,21 @@ py::object Pending::error() const {
         if (!first) first = part.request->error();
         if (part.request->close_failed()) lost_files.insert(part.file);
     }
-    if (!first) return py::none();
+    if (!first) return nb::none();
     std::vector<std::uint64_t> indices;
     for (const Part& part : many->parts) collect_failed(part, lost_files.contains(part.file), indices);
     std::sort(indices.begin(), indices.end());
     const auto failed = " (" + std::to_string(indices.size()) + " of " + std::to_string(many->transfers) + " transfers failed)";
-    const py::object error = to_python(*first, failed);
-    py::list numbers(indices.size());
-    for (std::size_t i = 0; i < indices.size(); ++i) numbers[i] = indices[i];
+    const nb::object error = to_python(*first, failed);
+    nb::list numbers;
+    for (const std::uint64_t index : indices) numbers.append(index);
     error.attr("indices") = numbers;
     return error;
 }
 
 bool Pending::cancel() {
     if (done()) return false;
-    py::gil_scoped_release release;
+    nb::gil_scoped_release release;
     if (!many) return Engine::cancel(*request);
     bool cancelled = false;
     for (const Part& part : many->parts) cancelled |= Engine::cancel(*part.request);
@@ -106,7 +106,7 @@ bool Pending::cancel() {
 
 std::string Pending::describe_unfinished() {
     Request* unended = unfinished();
-    py::gil_scoped_release release;  // if it ends meanwhile, its file is closed here
+    nb::gil_scoped_release release;  // if it ends meanwhile, its file is closed here
     return unended ? Engine::describe(*unended) : "";
 }
 
@@ -116,7 +116,7 @@ Pending::~Pending() {
 
 void Pending::release_memory() {
     if (memory_lost()) owner.release();
-    else owner = py::none();
+    else owner = nb::none();
 }
 
 bool Pending::memory_lost() const {
@@ -125,10 +125,10 @@ bool Pending::memory_lost() const {
 }
 
 void Pending::check() const {
-    const py::object found = error();
+    const nb::object found = error();
     if (found.is_none()) return;
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(found.ptr())), found.ptr());
-    throw py::error_already_set();
+    throw nb::python_error();
 }
 
 }  // namespace deepnvme::bindings

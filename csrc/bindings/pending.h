@@ -31,7 +31,7 @@ struct ManyParts {
 
 // Requests together with what has to outlive them. All methods are called with the GIL held.
 struct Pending {
-    explicit Pending(py::object owner, std::string path = {}, bool validate = false)
+    explicit Pending(nb::object owner, std::string path = {}, bool validate = false)
         : owner(std::move(owner)), path(std::move(path)), validate(validate) {}
     ~Pending();
     Pending(const Pending&) = delete;
@@ -39,7 +39,7 @@ struct Pending {
 
     std::shared_ptr<Engine> engine;    // of the requests
     std::shared_ptr<Request> request;  // null for many transfers, and while it is being submitted
-    py::object owner;                  // of the memory: storages; let go when every request has ended, or after validation
+    nb::object owner;                  // of the memory: storages; let go when every request has ended, or after validation
     std::string path;                  // of a transfer by path, for validation
     bool validate;                     // compare tensor and file afterwards
     std::unique_ptr<ManyParts> many;   // null for one transfer, and while they are being submitted
@@ -51,7 +51,7 @@ struct Pending {
     std::size_t transfers() const noexcept { return many ? many->transfers : 1; }
     std::string describe() const;
     // The OSError it ended with, or None. Of many transfers the first one's, with the numbers of all that failed (`indices`).
-    py::object error() const;
+    nb::object error() const;
     // Raises it.
     void check() const;
     // False if all have ended already. See Engine::cancel.

@@ -1,6 +1,9 @@
 // PinnedBuffer as Python sees it; async_io_op/__init__.pyi documents it.
 #include "bindings/pinned_buffer.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/unique_ptr.h>
+
 #include <utility>
 
 #include "bindings/bind_functions.h"
@@ -8,22 +11,22 @@
 
 namespace deepnvme::bindings {
 
-using namespace pybind11::literals;
+using namespace nanobind::literals;
 
 namespace {
 
 void warn_once(bool& warned, const std::string& text) {
-    if (!std::exchange(warned, true) && PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+    if (!std::exchange(warned, true) && PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw nb::python_error();
 }
 
 void register_where_cuda_is_used(PinnedBuffer& buffer) {
-    const auto cuda = py::module_::import("torch").attr("cuda");
-    if (!cuda.attr("is_initialized")().cast<bool>()) return;
-    const auto device = cuda.attr("current_device")().cast<CudaDevice>();
+    const auto cuda = nb::module_::import_("torch").attr("cuda");
+    if (!nb::cast<bool>(cuda.attr("is_initialized")())) return;
+    const auto device = nb::cast<CudaDevice>(cuda.attr("current_device")());
     static bool warned = false;
     std::string refusal;
     try {
-        py::gil_scoped_release release;
+        nb::gil_scoped_release release;
         const CudaContextGuard context(device);
         buffer.register_with_cuda();
         return;
@@ -36,14 +39,14 @@ void register_where_cuda_is_used(PinnedBuffer& buffer) {
 }  // namespace
 
 std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes, std::optional<int> node) {
-    if (nbytes < 0) throw py::value_error("nbytes must not be negative, got " + std::to_string(nbytes));
+    if (nbytes < 0) throw value_error("nbytes must not be negative, got " + std::to_string(nbytes));
     std::unique_ptr<PinnedBuffer> buffer;
     try {
-        py::gil_scoped_release release;
+        nb::gil_scoped_release release;
         buffer = std::make_unique<PinnedBuffer>(static_cast<std::size_t>(nbytes), node);
     } catch (const std::bad_alloc&) {
         PyErr_SetString(PyExc_MemoryError, ("the system has no " + std::to_string(nbytes) + " bytes of memory to pin").c_str());
-        throw py::error_already_set();
+        throw nb::python_error();
     }
     static bool warned = false;
     if (nbytes > 0 && !buffer->memory().locked())
@@ -56,24 +59,34 @@ std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes, std::optio
     return buffer;
 }
 
-bool is_pinned(py::handle tensor) {
+bool is_pinned(nb::handle tensor) {
     require_tensor(tensor);
-    if (!tensor.attr("is_cpu").cast<bool>()) return false;
-    const auto* data = reinterpret_cast<const std::byte*>(tensor.attr("data_ptr")().cast<std::uintptr_t>());
-    return pinned_ranges::contains(data, tensor.attr("nbytes").cast<std::size_t>()) || tensor.attr("is_pinned")().cast<bool>();
+    if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
+    const auto* data = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()));
+    return pinned_ranges::contains(data, nb::cast<std::size_t>(tensor.attr("nbytes"))) || nb::cast<bool>(tensor.attr("is_pinned")());
 }
 
-void bind_pinned_buffer(py::module_& module) {
-    py::class_<PinnedBuffer>(module, "PinnedBuffer", py::buffer_protocol(), py::module_local())
-        .def_property_readonly("nbytes", [](const PinnedBuffer& self) { return self.memory().size(); })
-        .def_property_readonly("locked", [](const PinnedBuffer& self) { return self.memory().locked(); })
-        .def_buffer([](PinnedBuffer& self) {
-            return py::buffer_info(reinterpret_cast<std::uint8_t*>(self.memory().data()), static_cast<py::ssize_t>(self.memory().size()));
-        });
-    const auto anywhere = [](std::int64_t nbytes, const py::none&) { return make_pinned_buffer(nbytes); };
-    module.def("empty_pinned", anywhere, "nbytes"_a, "node"_a = py::none());
-    module.def("empty_pinned", [](std::int64_t nbytes, int node) { return make_pinned_buffer(nbytes, node); }, "nbytes"_a, "node"_a);
-    module.def("is_pinned", &is_pinned, "tensor"_a);
+namespace {
+
+int view_pinned_buffer(PyObject* self, Py_buffer* view, int flags) {
+    if (!nb::inst_ready(self)) {  // made by PinnedBuffer.__new__
+        PyErr_SetString(PyExc_BufferError, "the PinnedBuffer has no memory: empty_pinned makes one that has");
+        return -1;
+    }
+    const PinnedMemory& memory = nb::inst_ptr<PinnedBuffer>(self)->memory();
+    return PyBuffer_FillInfo(view, self, memory.data(), static_cast<Py_ssize_t>(memory.size()), /*readonly=*/0, flags);
+}
+
+const PyType_Slot buffer_protocol[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&view_pinned_buffer)}, {0, nullptr}};
+
+}  // namespace
+
+void bind_pinned_buffer(nb::module_& module) {
+    nb::class_<PinnedBuffer>(module, "PinnedBuffer", nb::type_slots(buffer_protocol), nb::is_weak_referenceable())
+        .def_prop_ro("nbytes", [](const PinnedBuffer& self) { return self.memory().size(); })
+        .def_prop_ro("locked", [](const PinnedBuffer& self) { return self.memory().locked(); });
+    module.def("empty_pinned", &make_pinned_buffer, "nbytes"_a, "node"_a = nb::none());
+    module.def("is_pinned", &is_pinned, "tensor"_any, nb::sig("def is_pinned(tensor: torch.Tensor) -> bool"));
 }
 
 }  // namespace deepnvme::bindings

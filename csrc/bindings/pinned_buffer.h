@@ -1,14 +1,17 @@
 // Page-locked memory as a Python object: tensors made from it are views that keep it alive.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <optional>
 
 #include "core/cuda.h"
 #include "core/pinned_memory.h"
 
 namespace deepnvme::bindings {
 
-namespace py = pybind11;
+namespace nb = nanobind;
 
 // Recorded among the pinned ranges for as long as it lives, or until free_cpu_locked_tensor takes it off.
 class PinnedBuffer {
@@ -36,6 +39,6 @@ private:
 std::unique_ptr<PinnedBuffer> make_pinned_buffer(std::int64_t nbytes, std::optional<int> node = {});
 
 // Whether the whole tensor lies in page-locked memory, ours or torch's.
-bool is_pinned(py::handle tensor);
+bool is_pinned(nb::handle tensor);
 
 }  // namespace deepnvme::bindings

@@ -30,8 +30,8 @@ std::set<Session*>& live_sessions() {
 // Where there is no stderr any more, nobody would read it: the waiting goes on.
 void warn_at_exit(const std::string& message) {
     try {
-        py::module_::import("sys").attr("stderr").attr("write")(message);
-    } catch (py::error_already_set& error) {
+        nb::module_::import_("sys").attr("stderr").attr("write")(decoded(message));
+    } catch (nb::python_error& error) {
         if (error.matches(PyExc_KeyboardInterrupt)) throw;
     }
 }
@@ -47,12 +47,12 @@ void register_exit_hook() {
     static bool registered = false;
     if (registered) return;
     registered = true;
-    py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
         const std::vector<Session*> sessions(live_sessions().begin(), live_sessions().end());
         for (Session* session : sessions) {
             try {
                 if (live_sessions().contains(session)) session->close_at_exit();
-            } catch (py::error_already_set& error) {
+            } catch (nb::python_error& error) {
                 error.discard_as_unraisable("closing an engine at exit");  // the others still want to be closed
             }
         }
@@ -86,7 +86,7 @@ void schedule_forget_ended() noexcept {
 File& OpenFile::get() const {
     if (generation != process_generation())
         throw std::runtime_error("'" + path + "' was opened by the parent process: open it again in the child");
-    if (!file) throw py::value_error("the file is closed");
+    if (!file) throw value_error("the file is closed");
     return *file;
 }
 
@@ -97,7 +97,7 @@ Session::Session(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {
 }
 
 Session::Session(const EngineOptions& options) : Session([&] {
-    py::gil_scoped_release release;
+    nb::gil_scoped_release release;
     return std::make_unique<Engine>(options);
 }()) {}
 
@@ -105,7 +105,7 @@ Session::~Session() {
     live_sessions().erase(this);
     if (engine_->usable_here() && !given_up_) {
         {
-            py::gil_scoped_release release;
+            nb::gil_scoped_release release;
             engine_->close();
         }
         return;
@@ -124,7 +124,7 @@ std::shared_ptr<Pending> Session::remember(std::shared_ptr<Pending> pending, Sub
     try {
         std::shared_ptr<Request> request;
         {
-            py::gil_scoped_release release;
+            nb::gil_scoped_release release;
             request = submit();
         }
         pending->request = std::move(request);
@@ -136,13 +136,13 @@ std::shared_ptr<Pending> Session::remember(std::shared_ptr<Pending> pending, Sub
     return pending;
 }
 
-std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset,
+std::shared_ptr<Pending> Session::transfer(Direction direction, nb::handle tensor, nb::handle target, std::int64_t offset,
                                            bool validate) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, direction);
     const SharedFile shared = target_of(target);
     // Devices' memory is compared with the file by way of torch, which needs a tensor.
-    const py::object owner = validate && memory.device ? bytes_of(memory.tensor) : memory.storage;
+    const nb::object owner = validate && memory.device ? bytes_of(memory.tensor) : memory.storage;
     return remember(std::make_shared<Pending>(owner, shared.path, validate), [&] {
         const auto& [file, path, by_path] = shared;
         if (direction == Direction::read)
@@ -153,17 +153,17 @@ std::shared_ptr<Pending> Session::transfer(Direction direction, py::handle tenso
     });
 }
 
-std::shared_ptr<Pending> Session::write_descriptor(py::handle tensor, int fd, std::int64_t offset) {
+std::shared_ptr<Pending> Session::write_descriptor(nb::handle tensor, int fd, std::int64_t offset) {
     engine_->check_usable();
     const TensorMemory memory = memory_of(tensor, Direction::write);
     return remember(std::make_shared<Pending>(memory.storage),
                     [&] { return engine_->write(memory.data, memory.nbytes, fd, offset, memory.device); });
 }
 
-std::shared_ptr<Pending> Session::sync(py::handle target) {
+std::shared_ptr<Pending> Session::sync(nb::handle target) {
     engine_->check_usable();
     const SharedFile shared = target_of(target);
-    return remember(std::make_shared<Pending>(py::none()),
+    return remember(std::make_shared<Pending>(nb::none()),
                     [&] { return shared.file ? engine_->sync(shared.file) : engine_->sync(shared.path); });
 }
 
@@ -191,13 +191,13 @@ std::shared_ptr<Pending> Session::start_many(Transfers transfers) {
     return pending;
 }
 
-std::shared_ptr<Pending> Session::transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets) {
+std::shared_ptr<Pending> Session::transfer_many(Direction direction, nb::handle tensors, nb::handle targets, nb::handle offsets) {
     engine_->check_usable();
     return start_many(ManyTransfers(direction, tensors, targets, offsets));
 }
 
-std::shared_ptr<Pending> Session::transfer_records(Direction direction, py::handle file, py::handle ids, py::handle rows,
-                                                   py::handle record_size, std::int64_t base) {
+std::shared_ptr<Pending> Session::transfer_records(Direction direction, nb::handle file, nb::handle ids, nb::handle rows,
+                                                   nb::handle record_size, std::int64_t base) {
     engine_->check_usable();
     return start_many(RecordTransfers(direction, file, ids, rows, record_size, base));
 }
@@ -242,15 +242,15 @@ bool Session::close(std::optional<std::chrono::nanoseconds> timeout) {
     // What other threads are just submitting, too. They may drop this session while it waits without the GIL.
     const auto engine = engine_;
     for (bool idle = false; !idle;) {
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
         std::chrono::nanoseconds slice = kLookForSignals;
         if (timeout) slice = std::min<std::chrono::nanoseconds>(slice, *timeout - (Clock::now() - begin));
-        py::gil_scoped_release release;
+        nb::gil_scoped_release release;
         idle = engine->wait_until_idle(std::max(slice, std::chrono::nanoseconds(0)));
         if (!idle && timeout && Clock::now() - begin >= *timeout) return false;
     }
     {
-        py::gil_scoped_release release;
+        nb::gil_scoped_release release;
         engine->close();
     }
     if (live_sessions().contains(this)) forget_ended();
@@ -263,7 +263,7 @@ void Session::close_at_exit() {
         if (close(kPatienceAtExit)) return;
         warn_at_exit("deepnvme: waiting at exit for " + describe_pending() + "; Ctrl-C ends the process without waiting\n");
         close(std::nullopt);
-    } catch (py::error_already_set& error) {
+    } catch (nb::python_error& error) {
         if (!error.matches(PyExc_KeyboardInterrupt)) throw;
         given_up_ = true;
         Py_AtExit(&end_by_interrupt);
@@ -291,9 +291,9 @@ Engine& Session::engine() const {
     return *engine_;
 }
 
-py::dict Session::stats() const {
+nb::dict Session::stats() const {
     const Statistics now = engine().statistics();
-    py::dict stats;
+    nb::dict stats;
     stats["backend"] = engine_->backend();
     stats["requests"] = now.requests;
     stats["failed_requests"] = now.failed_requests;
@@ -305,14 +305,14 @@ py::dict Session::stats() const {
     stats["bytes_buffered"] = now.bytes_buffered;
     stats["bytes_gds"] = now.bytes_gds;
     stats["blocks"] = now.blocks;
-    py::dict block_latency;
+    nb::dict block_latency;
     for (std::size_t bin = 0; bin < kLatencyBins; ++bin)
-        if (now.block_latency[bin] > 0) block_latency[py::int_(longest_in_bin(bin))] = now.block_latency[bin];
+        if (now.block_latency[bin] > 0) block_latency[nb::int_(longest_in_bin(bin))] = now.block_latency[bin];
     stats["block_latency"] = block_latency;
     stats["short_transfers"] = now.short_transfers;
     stats["retries"] = now.retries;
-    py::dict fallbacks;
-    for (const auto& [reason, count] : now.fallbacks) fallbacks[py::str(reason)] = count;
+    nb::dict fallbacks;
+    for (const auto& [reason, count] : now.fallbacks) fallbacks[decoded(reason)] = count;
     stats["fallbacks"] = fallbacks;
     return stats;
 }

@@ -22,6 +22,10 @@ struct OpenFile {
     File& get() const;
 };
 
+// Names a capsule with an OpenFile, which File has for our other ops: their classes are different ones, but the layout is the same if
+// the compiler is.
+inline constexpr const char* kSharedFile = "deepnvme file, " NB_PLATFORM_ABI_TAG;
+
 // An engine whose requests keep their tensors' storages alive. All methods are called with the GIL held.
 class Session {
 public:
@@ -37,15 +41,15 @@ public:
     Engine& engine() const;
 
     // `target`: a path or an OpenFile; for write_descriptor, an open file descriptor.
-    std::shared_ptr<Pending> transfer(Direction direction, py::handle tensor, py::handle target, std::int64_t offset,
+    std::shared_ptr<Pending> transfer(Direction direction, nb::handle tensor, nb::handle target, std::int64_t offset,
                                       bool validate = false);
-    std::shared_ptr<Pending> write_descriptor(py::handle tensor, int fd, std::int64_t offset);
-    std::shared_ptr<Pending> sync(py::handle target);
+    std::shared_ptr<Pending> write_descriptor(nb::handle tensor, int fd, std::int64_t offset);
+    std::shared_ptr<Pending> sync(nb::handle target);
     // `targets`: one for all tensors, or a sequence of one for each. If this throws, nothing is under way any more, unless a
     // signal handler has thrown.
-    std::shared_ptr<Pending> transfer_many(Direction direction, py::handle tensors, py::handle targets, py::handle offsets);
-    std::shared_ptr<Pending> transfer_records(Direction direction, py::handle file, py::handle ids, py::handle rows,
-                                              py::handle record_size, std::int64_t base);
+    std::shared_ptr<Pending> transfer_many(Direction direction, nb::handle tensors, nb::handle targets, nb::handle offsets);
+    std::shared_ptr<Pending> transfer_records(Direction direction, nb::handle file, nb::handle ids, nb::handle rows,
+                                              nb::handle record_size, std::int64_t base);
 
     // Have all requests under way end as soon as may be; returns how many there were. See Engine::cancel.
     std::size_t cancel();
@@ -61,7 +65,7 @@ public:
     // asked.
     void close_at_exit();
 
-    py::dict stats() const;
+    nb::dict stats() const;
 
     // Let go of the memory of requests that have ended, up to the first that has not. Behind it as well once there may be many.
     // `ended_so_far`: how many requests of this process have ended so far.

@@ -65,7 +65,7 @@ def _plain(default: str) -> str:
 
 
 def ours(method: object) -> list[Arguments]:
-    """The overloads of one of our methods, from what pybind11 writes of it."""
+    """The overloads of one of our methods, from what nanobind writes of it."""
     text = method.__doc__ or ""
     overloads = []
     for signature in re.findall(r"^(?:\d+\. )?\w+\((.*)\) -> ", text, re.MULTILINE):

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +34,11 @@ def test_a_negative_size_is_refused(engine: deepnvme.Engine, shape: Any) -> None
 def test_more_than_there_is_is_a_memory_error(engine: deepnvme.Engine, shape: Any) -> None:
     with pytest.raises(MemoryError):
         engine.empty_pinned(shape, torch.float32)
+
+
+def test_a_buffer_made_without_memory_has_no_bytes(op: ModuleType) -> None:
+    with pytest.raises(BufferError, match="empty_pinned"):
+        memoryview(op.PinnedBuffer.__new__(op.PinnedBuffer))
 
 
 def test_an_unlocked_buffer_serves_after_a_warning(interpreters: Any) -> None:

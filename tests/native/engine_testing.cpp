@@ -1,5 +1,10 @@
 // A module for tests and for the engine's own benchmark: the engine with backends that the op does not have, and its planner.
-#include <pybind11/stl.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
@@ -21,7 +26,7 @@
 using namespace deepnvme;
 using namespace deepnvme::bindings;
 using namespace deepnvme::testing;
-using namespace pybind11::literals;
+using namespace nanobind::literals;
 
 namespace {
 
@@ -35,31 +40,31 @@ const char* name_of(Route route) {
 }
 
 // [(begin, end, stride, route)] of a plan, and the blocks [(offset, length, route)] that it is cut into.
-py::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, py::object alignment,
+nb::tuple plan_of(std::uint64_t offset, std::uint64_t length, std::uint64_t address, nb::object alignment,
                   std::uint32_t block_size, std::uint32_t staging_size, std::uint32_t page_size, bool on_device,
                   bool whole_pages, std::uint32_t granule, bool whole_sectors) {
     std::optional<DirectLimits> direct;
     if (!alignment.is_none()) {
-        const auto pair = alignment.cast<py::tuple>();
-        direct = DirectLimits{pair[0].cast<std::uint32_t>(), pair[1].cast<std::uint32_t>(), std::max(granule, page_size)};
+        const auto pair = nb::cast<nb::tuple>(alignment);
+        direct = DirectLimits{nb::cast<std::uint32_t>(pair[0]), nb::cast<std::uint32_t>(pair[1]), std::max(granule, page_size)};
     }
     const Transfer transfer{offset, length, address, on_device, false,
                             whole_pages ? Ownership::pages : whole_sectors ? Ownership::sectors : Ownership::bytes};
     const Plan made = plan(transfer, direct, {block_size, staging_size, page_size});
-    py::list spans, blocks;
+    nb::list spans, blocks;
     for (std::uint32_t i = 0; i < made.count; ++i) {
         const Span& span = made.spans[i];
-        spans.append(py::make_tuple(span.begin, span.end, span.stride, name_of(span.route)));
+        spans.append(nb::make_tuple(span.begin, span.end, span.stride, name_of(span.route)));
         for (std::uint64_t at = span.begin; at < span.end; at += block_length(span, at))
-            blocks.append(py::make_tuple(at, block_length(span, at), name_of(span.route)));
+            blocks.append(nb::make_tuple(at, block_length(span, at), name_of(span.route)));
     }
-    return py::make_tuple(spans, blocks);
+    return nb::make_tuple(spans, blocks);
 }
 
 BackendFactory real_backend(const std::string& name) {
     for (const auto& choice : backend_choices())
         if (choice.name == name) return choice.make;
-    throw py::value_error("no backend '" + name + "'");
+    throw value_error("no backend '" + name + "'");
 }
 
 // Holds every backend made with it until released.
@@ -74,11 +79,11 @@ struct Gate {
 };
 
 // [(submit or complete, read, write or sync, offset, length, result)], in the order in which it happened.
-py::list entries_of(const std::shared_ptr<Journal>& journal) {
+nb::list journal_entries(const std::shared_ptr<Journal>& journal) {
     constexpr const char* kKinds[] = {"read", "write", "sync"};
-    py::list entries;
+    nb::list entries;
     for (const auto& entry : journal->entries())
-        entries.append(py::make_tuple(entry.completed ? "complete" : "submit", kKinds[static_cast<int>(entry.kind)], entry.offset,
+        entries.append(nb::make_tuple(entry.completed ? "complete" : "submit", kKinds[static_cast<int>(entry.kind)], entry.offset,
                                       entry.length, entry.result));
     return entries;
 }
@@ -126,22 +131,22 @@ unsigned told_of_a_failed_close(const std::string& path, unsigned rounds) {
     return told;
 }
 
-std::shared_ptr<Pending> start(Session& session, const std::string& call, py::handle first, py::handle second, py::handle third) {
+std::shared_ptr<Pending> start(Session& session, const std::string& call, nb::handle first, nb::handle second, nb::handle third) {
     if (call == "read") return session.transfer(Direction::read, first, second, 0);
     if (call == "write") return session.transfer(Direction::write, first, second, 0);
     if (call == "read_many") return session.transfer_many(Direction::read, first, second, third);
     if (call == "write_many") return session.transfer_many(Direction::write, first, second, third);
-    if (call == "gather") return session.transfer_records(Direction::read, first, second, third, py::none(), 0);
+    if (call == "gather") return session.transfer_records(Direction::read, first, second, third, nb::none(), 0);
     if (call == "fsync") return session.sync(first);
-    throw py::value_error(call);
+    throw value_error(call);
 }
 
 // Makes a call of an engine, with up to three arguments, and waits for its end if it is to, while an allocation fails: see
 // FailingAllocations::arm. Returns its future, or None if the call has raised; how many allocations have failed; and whether the
-// call or the wait has raised an OSError or MemoryError. Not done in Python, since pybind11 does not survive it everywhere: what
-// it wraps in an object for which there is no memory it frees twice.
-py::tuple with_failing_allocation(Session& session, long others, bool all_after, bool wait, const std::string& call,
-                                  const py::object& first, const py::object& second, const py::object& third) {
+// call or the wait has raised an OSError or MemoryError. Not done in Python, since nanobind does not survive it everywhere: it
+// ends the process where there is no memory to wrap something.
+nb::tuple with_failing_allocation(Session& session, long others, bool all_after, bool wait, const std::string& call,
+                                  const nb::object& first, const nb::object& second, const nb::object& third) {
     std::shared_ptr<Pending> pending;
     bool raised = true;
     FailingAllocations::arm(others, all_after);
@@ -157,32 +162,32 @@ py::tuple with_failing_allocation(Session& session, long others, bool all_after,
         PyErr_Clear();
     } catch (const IoError&) {
         failed = FailingAllocations::disarm();
-    } catch (py::error_already_set& error) {
+    } catch (nb::python_error& error) {
         failed = FailingAllocations::disarm();
         if (!error.matches(PyExc_OSError) && !error.matches(PyExc_MemoryError)) throw;
     } catch (...) {
         FailingAllocations::disarm();
         throw;
     }
-    return py::make_tuple(pending, failed, raised);
+    return nb::make_tuple(pending, failed, raised);
 }
 
-py::list list_of(const std::vector<int>& numbers) {
-    py::list list;
+nb::list list_of(const std::vector<int>& numbers) {
+    nb::list list;
     for (const int number : numbers) list.append(number);
     return list;
 }
 
 // What run_on(processors) says on a thread of its own, and what that may run on afterwards.
-py::tuple bound_to(const py::list& wanted) {
+nb::tuple bound_to(const nb::list& wanted) {
     std::vector<int> processors, allowed;
-    for (const py::handle processor : wanted) processors.push_back(processor.cast<int>());
+    for (const nb::handle processor : wanted) processors.push_back(nb::cast<int>(processor));
     bool bound = false;
     std::thread([&] {
         bound = run_on(processors);
         allowed = allowed_processors();
     }).join();
-    return py::make_tuple(bound, list_of(allowed));
+    return nb::make_tuple(bound, list_of(allowed));
 }
 
 std::unique_ptr<Session> instant_engine(const Gate& gate, std::int64_t block_size, std::int64_t queue_depth,
@@ -220,18 +225,20 @@ std::pair<double, double> drain_requests(const std::string& path, std::uint32_t 
     return {std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), cpu_seconds() - busy};
 }
 
-void bind_simulation(py::module_& module) {
+void bind_simulation(nb::module_& module) {
     using State = SimulatedDrive::State;
-    py::class_<DriveModel>(module, "DriveModel", py::module_local())
-        .def(py::init([](double bytes_per_second, double operations_per_second, double latency, unsigned coalesced) {
-                 return DriveModel{bytes_per_second, operations_per_second, latency, coalesced};
-             }),
-             "bytes_per_second"_a, "operations_per_second"_a, "latency"_a, "coalesced"_a = 1);
-    py::class_<DriveClock>(module, "DriveClock", py::module_local())
-        .def(py::init<DriveModel>(), "model"_a)
+    nb::class_<DriveModel>(module, "DriveModel", nb::is_weak_referenceable())
+        .def(
+            "__init__",
+            [](DriveModel* self, double bytes_per_second, double operations_per_second, double latency, unsigned coalesced) {
+                new (self) DriveModel{bytes_per_second, operations_per_second, latency, coalesced};
+            },
+            "bytes_per_second"_a, "operations_per_second"_a, "latency"_a, "coalesced"_a = 1);
+    nb::class_<DriveClock>(module, "DriveClock", nb::is_weak_referenceable())
+        .def(nb::init<DriveModel>(), "model"_a)
         .def("completion", &DriveClock::completion, "now"_a, "nbytes"_a, "slower"_a = 1);
-    py::class_<SimulatedDrive, std::shared_ptr<SimulatedDrive>>(module, "SimulatedDrive", py::module_local())
-        .def(py::init<DriveModel>(), "model"_a)
+    nb::class_<SimulatedDrive>(module, "SimulatedDrive", nb::is_weak_referenceable())
+        .def(nb::init<DriveModel>(), "model"_a)
         .def("become",
              [](SimulatedDrive& self, const std::string& state) {
                  static const std::map<std::string, State> kStates{{"healthy", State::healthy},
@@ -241,15 +248,15 @@ void bind_simulation(py::module_& module) {
                                                                    {"unplugged", State::unplugged}};
                  self.become(kStates.at(state));
              })
-        .def_property_readonly("bytes", &SimulatedDrive::bytes)
-        .def_property_readonly("operations", &SimulatedDrive::operations);
-    const auto released = py::call_guard<py::gil_scoped_release>();
-    py::class_<BareLoad>(module, "BareLoad", py::module_local())
-        .def(py::init<Drives, std::uint32_t, std::uint32_t, unsigned>(), "drives"_a, "block_size"_a, "depth"_a,
+        .def_prop_ro("bytes", &SimulatedDrive::bytes)
+        .def_prop_ro("operations", &SimulatedDrive::operations);
+    const auto released = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<BareLoad>(module, "BareLoad", nb::is_weak_referenceable())
+        .def(nb::init<Drives, std::uint32_t, std::uint32_t, unsigned>(), "drives"_a, "block_size"_a, "depth"_a,
              "polling_threads"_a)
         .def("stop", &BareLoad::stop, released);
-    py::class_<EngineLoad>(module, "EngineLoad", py::module_local())
-        .def(py::init<Drives, const std::vector<std::string>&, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t,
+    nb::class_<EngineLoad>(module, "EngineLoad", nb::is_weak_referenceable())
+        .def(nb::init<Drives, const std::vector<std::string>&, std::uint64_t, std::uint32_t, std::uint32_t, std::uint32_t,
                       bool>(),
              "drives"_a, "paths"_a, "file_size"_a, "block_size"_a, "depth"_a, "workers"_a, "single_blocks"_a)
         .def("stop", &EngineLoad::stop, released);
@@ -257,40 +264,40 @@ void bind_simulation(py::module_& module) {
 
 }  // namespace
 
-PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
+NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
     bind_errors(module);
     bind_pinned_buffer(module);
     bind_engine(module);
     bind_quantization(module);
 
-    py::class_<Faults>(module, "Faults", py::module_local())
-        .def(py::init<>())
-        .def_readwrite("short_every", &Faults::short_every)
-        .def_readwrite("short_bytes", &Faults::short_bytes)
-        .def_readwrite("error_every", &Faults::error_every)
-        .def_readwrite("error", &Faults::error)
-        .def_readwrite("error_limit", &Faults::error_limit)
-        .def_readwrite("error_from", &Faults::error_from)
-        .def_readwrite("refuse_every", &Faults::refuse_every)
-        .def_readwrite("refuse_direct", &Faults::refuse_direct)
-        .def_readwrite("break_after", &Faults::break_after)
-        .def_readwrite("break_submit_after", &Faults::break_submit_after)
-        .def_readwrite("out_of_memory_every", &Faults::out_of_memory_every)
-        .def_readwrite("break_first", &Faults::break_first)
-        .def_readwrite("most_backends", &Faults::most_backends)
-        .def_readwrite("stop_fails", &Faults::stop_fails)
-        .def_readwrite("refuse_cancels", &Faults::refuse_cancels);
-    py::class_<Gate>(module, "Gate", py::module_local())
-        .def(py::init<>())
+    nb::class_<Faults>(module, "Faults", nb::is_weak_referenceable())
+        .def(nb::init<>())
+        .def_rw("short_every", &Faults::short_every)
+        .def_rw("short_bytes", &Faults::short_bytes)
+        .def_rw("error_every", &Faults::error_every)
+        .def_rw("error", &Faults::error)
+        .def_rw("error_limit", &Faults::error_limit)
+        .def_rw("error_from", &Faults::error_from)
+        .def_rw("refuse_every", &Faults::refuse_every)
+        .def_rw("refuse_direct", &Faults::refuse_direct)
+        .def_rw("break_after", &Faults::break_after)
+        .def_rw("break_submit_after", &Faults::break_submit_after)
+        .def_rw("out_of_memory_every", &Faults::out_of_memory_every)
+        .def_rw("break_first", &Faults::break_first)
+        .def_rw("most_backends", &Faults::most_backends)
+        .def_rw("stop_fails", &Faults::stop_fails)
+        .def_rw("refuse_cancels", &Faults::refuse_cancels);
+    nb::class_<Gate>(module, "Gate", nb::is_weak_referenceable())
+        .def(nb::init<>())
         .def("hold", &Gate::hold)
         .def("release", &Gate::release);
-    py::class_<Journal, std::shared_ptr<Journal>>(module, "Journal", py::module_local())
-        .def(py::init<>())
-        .def("entries", &entries_of);
-    const py::call_guard<py::gil_scoped_release> unlocked;
-    py::class_<BareBackend>(module, "BareBackend", py::module_local())
-        .def(py::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
+    nb::class_<Journal>(module, "Journal", nb::is_weak_referenceable())
+        .def(nb::init<>())
+        .def("entries", &journal_entries);
+    const nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::class_<BareBackend>(module, "BareBackend", nb::is_weak_referenceable())
+        .def(nb::init<const std::string&, unsigned>(), "name"_a, "capacity"_a)
         .def("submit", &BareBackend::submit, "index"_a, "fd"_a, "write"_a = false, "length"_a = BareBackend::kPage,
              "offset"_a = 0)
         .def("flush", &BareBackend::flush)
@@ -298,22 +305,28 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
         .def("cancel", &BareBackend::cancel, "index"_a)
         .def("stop", &BareBackend::stop, unlocked)
         .def("wake", &BareBackend::wake)
-        .def("memory", [](const BareBackend& self, std::uint32_t index) { return py::bytes(self.memory(index)); }, "index"_a)
+        .def(
+            "memory",
+            [](const BareBackend& self, std::uint32_t index) {
+                const std::string memory = self.memory(index);
+                return nb::bytes(memory.data(), memory.size());
+            },
+            "index"_a)
         .def("hanging", [](BareBackend& backend) { return backend.device().hanging(); })
         .def("release", [](BareBackend& backend) { backend.device().release(); });
     module.def("faulty_engine", &faulty_engine, "backend"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a, "single_submit"_a,
-               "faults"_a, "gate"_a = py::none(), "journal"_a = py::none(), "drive_by_folder"_a = false,
-               "in_flight_bytes"_a = py::none());
+               "faults"_a, "gate"_a = nb::none(), "journal"_a = nb::none(), "drive_by_folder"_a = false,
+               "in_flight_bytes"_a = nb::none());
     module.def("instant_engine", &instant_engine, "gate"_a, "block_size"_a, "queue_depth"_a, "num_threads"_a);
 
     module.def("with_failing_allocation", &with_failing_allocation, "engine"_a, "others"_a, "all_after"_a, "wait"_a, "call"_a,
-               "first"_a, "second"_a = py::none(), "third"_a = py::none());
+               "first"_a, "second"_a = nb::none(), "third"_a = nb::none());
 
     bind_simulation(module);
-    module.def("drain_requests", &drain_requests, "path"_a, "block_size"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
+    module.def("drain_requests", &drain_requests, "path"_a, "block_size"_a, "count"_a, nb::call_guard<nb::gil_scoped_release>());
 
     module.def("told_of_a_failed_close", &told_of_a_failed_close, "path"_a, "rounds"_a,
-               py::call_guard<py::gil_scoped_release>());
+               nb::call_guard<nb::gil_scoped_release>());
 
     module.def("processors_near",
                [](unsigned device_major, unsigned device_minor, const std::string& sysfs) {
@@ -325,7 +338,7 @@ PYBIND11_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.attr("latency_bins") = kLatencyBins;
     module.def("latency_bin", &latency_bin, "nanoseconds"_a);
     module.def("longest_in_bin", &longest_in_bin, "bin"_a);
-    module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_a, "block_size"_a, "staging_size"_a,
+    module.def("plan", &plan_of, "offset"_a, "length"_a, "address"_a, "alignment"_any, "block_size"_a, "staging_size"_a,
                "page_size"_a, "on_device"_a = false, "whole_pages"_a = false, "granule"_a = 0,
                "whole_sectors"_a = false);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -37,15 +38,15 @@ def only_commands(command: Command, compiler: str, monkeypatch: pytest.MonkeyPat
     return command
 
 
-def test_a_missing_pybind11_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "pybind11", None)
+def test_a_missing_nanobind_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "nanobind", None)
     builder = AsyncIOBuilder()
     assert not builder.is_compatible()
-    with pytest.raises(RuntimeError, match="pip install pybind11"):
+    with pytest.raises(RuntimeError, match="pip install nanobind"):
         builder.load()
     assert capsys.readouterr().out == ""  # nothing is printed unless asked
     assert not builder.is_compatible(verbose=True)
-    assert "pip install pybind11" in capsys.readouterr().out
+    assert "pip install nanobind" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -62,6 +63,24 @@ def test_missing_python_headers_name_this_distributions_package(
         only_commands(name, "exit 1")
     with pytest.raises(RuntimeError, match=rf"Python.h is not in .*\((sudo )?{advice}\)"):
         AsyncIOBuilder().load()
+
+
+@pytest.mark.parametrize(("version", "free_threaded", "stable"), [((3, 11), 0, False), ((3, 12), 0, True), ((3, 14), 1, False)])
+def test_pythons_stable_abi_is_used_where_nanobind_can(
+    version: tuple[int, int], free_threaded: int, stable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "Py_GIL_DISABLED", free_threaded)
+    assert ("-DPy_LIMITED_API=0x030C0000" in AsyncIOBuilder().cxx_args()) == stable
+
+
+def test_what_is_installed_of_nanobind_is_no_part_of_the_sources_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel's op is loaded where nanobind is not installed, or another version of it."""
+    builder = AsyncIOBuilder()
+    known = builder.source_hash()
+    monkeypatch.setitem(sys.modules, "nanobind", None)
+    assert builder.runtime_sources() == []
+    assert builder.source_hash() == known
 
 
 def test_a_subclass_adds_sources_and_gets_a_module_of_its_own_name() -> None:

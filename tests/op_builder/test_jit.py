@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme.ops.op_builder import cache as build_cache
+from deepnvme.ops.op_builder import jit
 
 from ..support.patience import PATIENCE
 from .conftest import REPOSITORY, STANDIN, StandinBuilder
@@ -264,6 +265,22 @@ def test_paths_with_spaces_dollars_and_colons_are_built(tmp_path: Path, monkeypa
     (directory / "stand in.cpp").write_text(STANDIN)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))
     assert StandinBuilder(directory / "stand in.cpp").load().value == 1
+
+
+def test_small_directories_are_compiled_together_and_foreign_sources_by_themselves(tmp_path: Path) -> None:
+    sizes = {"large": 1000, "half": 500, "small": 499, "tiny": 1}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "source.cpp").write_text("/" * size)
+    foreign = tmp_path / "foreign.cpp"
+    units = jit.write_units(tuple(tmp_path / name / "source.cpp" for name in sizes), (foreign,), tmp_path)
+    included = {unit.name: [line.split('"')[1] for line in unit.read_text().splitlines()] for unit in units}
+    assert included == {
+        "0-large.cpp": [str(tmp_path / "large" / "source.cpp")],
+        "1-half.cpp": [str(tmp_path / "half" / "source.cpp")],
+        "2-others.cpp": [str(tmp_path / "small" / "source.cpp"), str(tmp_path / "tiny" / "source.cpp")],
+        "3-foreign.cpp": [str(foreign)],
+    }
 
 
 def test_the_cache_is_in_the_users_cache_directory_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
