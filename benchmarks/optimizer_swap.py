@@ -130,7 +130,7 @@ def compare_with_limits(settings: Settings, directory: Path, measurements: Measu
         ),
         judge(
             comparison,
-            "the same, dram_budget of half the states: times as fast as with none",
+            "the same, memory_budget of half the states: times as fast as with none",
             ("offloaded, half in memory", "offloaded"),
             times_as_fast,
             "at least",
@@ -254,7 +254,7 @@ def losses_that_differ(ours: Counts, theirs: Counts) -> float:
 
 def compare_memory(settings: Settings, directory: Path, measurements: Measurements, progress: Progress) -> None:
     """Peak memory beyond parameters and gradients, in fresh processes."""
-    for name, budget in (("no dram_budget", 0), ("dram_budget of half the states", settings.model.state_bytes // 2)):
+    for name, budget in (("no memory_budget", 0), ("memory_budget of half the states", settings.model.state_bytes // 2)):
         progress(f"peak memory, {name}")
         allowed = budget + settings.ring_bytes + 64 * MIB
         what = f"peak memory beyond parameters and gradients, {name}"

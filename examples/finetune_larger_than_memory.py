@@ -194,7 +194,7 @@ def train_on_drive(job: Job) -> None:
     with deepnvme.offload.OffloadedTraining(
         model,
         torch.optim.AdamW,
-        nvme_path=Path(job.directory) / "training",
+        path=Path(job.directory) / "training",
         checkpoint=job.checkpoint,
         memory_budget=(job.limit or 0) * 2 // 5,  # beside it: what a layer computes with, stacks of threads, rests of malloc
         activations="nvme",

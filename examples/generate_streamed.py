@@ -91,7 +91,7 @@ def in_memory(checkpoint: Path, count: int) -> dict[str, object]:
 
 
 def streamed(checkpoint: Path, store: Path, budget: int, count: int) -> dict[str, object]:
-    model = deepnvme.streaming.from_pretrained(checkpoint, offload_dir=store, memory_budget=budget, progress=True)
+    model = deepnvme.streaming.from_pretrained(checkpoint, path=store, memory_budget=budget, progress=True)
     with model.streaming as streaming:
         result = generate(model, count)
         return result | {"report": str(streaming.report())}

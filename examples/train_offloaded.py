@@ -95,8 +95,8 @@ class Training:
     peak: int | None
 
 
-def train(arguments: argparse.Namespace, nvme_path: Path | None, progress: Progress) -> Training:
-    """Train with states and gradients on the drive or, with ``nvme_path=None``, in memory."""
+def train(arguments: argparse.Namespace, path: Path | None, progress: Progress) -> Training:
+    """Train with states and gradients on the drive or, with ``path=None``, in memory."""
     torch.manual_seed(0)
     model = GPT(arguments.width, arguments.layers)
     if dist.is_initialized():
@@ -106,8 +106,8 @@ def train(arguments: argparse.Namespace, nvme_path: Path | None, progress: Progr
     parameters = list(model.parameters())
 
     before = reset_peak()
-    optimizer = in_memory(parameters) if nvme_path is None else offloaded(parameters, nvme_path)
-    task = progress.add_task("in memory" if nvme_path is None else "on the drive", total=arguments.steps)
+    optimizer = in_memory(parameters) if path is None else offloaded(parameters, path)
+    task = progress.add_task("in memory" if path is None else "on the drive", total=arguments.steps)
     numbers = random.Random(rank())
     training = Training([], [], None)
     for _ in range(arguments.steps):
@@ -132,13 +132,13 @@ def in_memory(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def offloaded(parameters: list[torch.nn.Parameter], nvme_path: Path) -> deepnvme.OffloadedOptimizer:
+def offloaded(parameters: list[torch.nn.Parameter], path: Path) -> deepnvme.OffloadedOptimizer:
     elements = sum(local(parameter).numel() for parameter in parameters)
     return deepnvme.OffloadedOptimizer(
         parameters,
         torch.optim.AdamW,
-        nvme_path=nvme_path,
-        dram_budget=elements * 8 // 4,  # a quarter of the states: AdamW's two averages, in float32
+        path=path,
+        memory_budget=elements * 8 // 4,  # a quarter of the states: AdamW's two averages, in float32
         sub_group_size=max(1024, elements // 32),
         offload_gradients=True,
         lr=1e-3,
@@ -210,8 +210,8 @@ def main() -> None:
     small = argparse.Namespace(**{**vars(arguments), "width": 64, "layers": 1, "steps": 2})
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         # What is loaded at the first use of anything, code above all, is to count for neither training.
-        for nvme_path in (Path(directory), None):
-            train(small, nvme_path, Progress(console=Console(quiet=True)))
+        for path in (Path(directory), None):
+            train(small, path, Progress(console=Console(quiet=True)))
         with Progress(console=console) as progress:
             on_drive, plain = train(arguments, Path(directory), progress), train(arguments, None, progress)
 

@@ -13,7 +13,7 @@ import deepnvme
 ROOT = Path(deepnvme.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if "op_builder" not in path.parts]
 
-BASE = {"_interrupts", "_lazy", "_polling", "files", "ops", "telemetry", "version"}
+BASE = {"_former_names", "_interrupts", "_lazy", "_polling", "files", "ops", "telemetry", "version"}
 """What may be used anywhere, and uses nothing but itself."""
 ENGINE = BASE | {"engine", "drives"}
 TRANSFER = ENGINE | {"memory", "transfer", "cache"}

@@ -19,7 +19,7 @@ def test_nothing_is_written_to_stderr_unless_the_program_asks(drive: Path, inter
 import torch, deepnvme, logging
 {{setup}}
 param = torch.nn.Parameter(torch.ones(5000))
-with deepnvme.OffloadedOptimizer([param], torch.optim.AdamW, nvme_path={str(drive)!r} + "/states") as optimizer:
+with deepnvme.OffloadedOptimizer([param], torch.optim.AdamW, path={str(drive)!r} + "/states") as optimizer:
     param.sum().backward()
     optimizer.step()
 deepnvme.save([1], {str(drive)!r} + "/a.pt")
@@ -44,7 +44,7 @@ def test_a_file_s_name_cannot_add_lines_to_a_log(drive: Path, caplog: pytest.Log
     caplog.set_level(logging.INFO, logger="deepnvme")
     (folder := drive / "a\nroot: all is well\x1b[2K").mkdir()
     deepnvme.save([1], folder / "file.pt")
-    deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=folder / "states").close()
+    deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, path=folder / "states").close()
     assert len(caplog.messages) == 2
     for message in caplog.messages:
         assert f"{drive}/a\\nroot: all is well\\x1b[2K/" in message

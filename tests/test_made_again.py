@@ -45,7 +45,7 @@ class Model(nn.Module):
 batch = torch.ones(4, 64)
 
 def optimizer_of(model):
-    return deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=path / "states", lr=0.1)
+    return deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, path=path / "states", lr=0.1)
 
 def train(model, optimizer, steps):
     for _ in range(steps):
@@ -61,7 +61,7 @@ opt = optimizer_of(model)
 train(model, opt, 2)
 """
 TRAINING = """model = Model()
-training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=path, memory_budget=1 << 24, lr=0.1)
+training = OffloadedTraining(model, torch.optim.AdamW, path=path, memory_budget=1 << 24, lr=0.1)
 training.step(batch)
 """
 
@@ -131,7 +131,7 @@ def test_an_old_optimizer_trains_no_old_model_in_silence(notebook: Notebook) -> 
     assert all(map(torch.equal, before, notebook["old_model"].parameters()))
 
 
-@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 1 << 20}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"memory_budget": 1 << 20}], ids=str)
 def test_an_optimizer_that_nobody_has_frees_its_directory(
     notebook: Notebook, no_collection: None, options: dict[str, Any]
 ) -> None:
@@ -140,7 +140,7 @@ def test_an_optimizer_that_nobody_has_frees_its_directory(
     for _ in range(3):
         model = notebook["Model"]()
         models.append(model)
-        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path=notebook["path"] / "states", **options)
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, path=notebook["path"] / "states", **options)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         notebook["train"](model, optimizer, 2)
         scheduler.step()
@@ -200,9 +200,9 @@ def test_an_optimizer_stays_if_another_one_cannot_have_all_directories(notebook:
     states = notebook["path"] / "states"
     (drive / "file").touch()
     with pytest.raises((NotADirectoryError, FileExistsError)):
-        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, nvme_path=[states, drive / "file" / "x"])
+        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, path=[states, drive / "file" / "x"])
     with TensorStore(drive / "store"), pytest.raises(StoreLocked, match="TensorStore"):
-        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, nvme_path=[states, drive / "store"])
+        OffloadedOptimizer(notebook["Model"]().parameters(), torch.optim.AdamW, path=[states, drive / "store"])
     notebook.run("train(model, opt, 1)")
     assert notebook["opt"].steps == 3
 

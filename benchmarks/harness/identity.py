@@ -82,7 +82,7 @@ def differences(case: Case, dtype: torch.dtype, directory: Path, steps: int) -> 
         OffloadedOptimizer(
             model.parameters(),
             case.optimizer_class,
-            nvme_path=own,
+            path=own,
             master_weights=dtype != torch.float32,
             sub_group_size=1 << 14,
             **case.options,

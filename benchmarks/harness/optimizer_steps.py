@@ -64,10 +64,10 @@ def quieten(directory: Path) -> None:
     settle(directory)
 
 
-def start_optimizer(directory: Path, model: Model, sub_group: int, dram_budget: int = 0, peak: bool = False) -> WorkerProcess:
+def start_optimizer(directory: Path, model: Model, sub_group: int, memory_budget: int = 0, peak: bool = False) -> WorkerProcess:
     """``sub_group``: elements; 0 for the optimizer in memory."""
     directory.mkdir()
-    settings = {**vars(model), "sub_group": sub_group, "dram_budget": dram_budget, "directory": str(directory), "peak": peak}
+    settings = {**vars(model), "sub_group": sub_group, "memory_budget": memory_budget, "directory": str(directory), "peak": peak}
     return WorkerProcess(sys.executable, "harness.optimizer_worker", [json.dumps(settings)], directory)
 
 

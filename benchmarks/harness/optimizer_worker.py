@@ -28,13 +28,13 @@ class OptimizerWorker:
     """``sub_group``: elements; 0 for the optimizer in memory. ``peak``: what will be asked for is memory, not time."""
 
     def __init__(
-        self, *, width: int, layers: int, masters: bool, sub_group: int, dram_budget: int, directory: str, peak: bool = False
+        self, *, width: int, layers: int, masters: bool, sub_group: int, memory_budget: int, directory: str, peak: bool = False
     ) -> None:
         dtype = torch.bfloat16 if masters else torch.float32
         self._model = Layers(width, layers, dtype)
         loss_of(self._model, width, dtype).backward()
         self._masters = masters
-        self._sub_group, self._dram_budget, self._directory = sub_group, dram_budget, directory
+        self._sub_group, self._memory_budget, self._directory = sub_group, memory_budget, directory
         self._optimizer: InMemory | OffloadedOptimizer | None = None
         if not peak:
             self._optimizer = self._make()
@@ -70,7 +70,7 @@ class OptimizerWorker:
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
             tiny = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
             tiny.grad = torch.zeros_like(tiny)
-            with OffloadedOptimizer([tiny], torch.optim.AdamW, nvme_path=directory, master_weights=True, **_OPTIONS) as optimizer:
+            with OffloadedOptimizer([tiny], torch.optim.AdamW, path=directory, master_weights=True, **_OPTIONS) as optimizer:
                 optimizer.step()
                 optimizer.step()
 
@@ -88,8 +88,8 @@ class OptimizerWorker:
         return OffloadedOptimizer(
             self._model.parameters(),
             torch.optim.AdamW,
-            nvme_path=self._directory,
-            dram_budget=self._dram_budget,
+            path=self._directory,
+            memory_budget=self._memory_budget,
             master_weights=self._masters,
             sub_group_size=self._sub_group,
             **_OPTIONS,

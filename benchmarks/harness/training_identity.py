@@ -80,7 +80,7 @@ def differences(case: Case, directory: Path, steps: int) -> int:
             model,
             torch.optim.AdamW,
             blocks=model.blocks,
-            nvme_path=own,
+            path=own,
             memory_budget=_BUDGET,
             activations="nvme" if case.activations == "nvme" else "memory",
             activation_budget=0,

@@ -136,7 +136,7 @@ class TrainingWorker:
 
     def _offloaded(self, model: training_models.Llama, directory: str) -> OffloadedTraining:
         masters = self._shape.dtype != "float32"
-        given = {"blocks": model.blocks, "nvme_path": directory, "master_weights": masters, **self._options, **_OPTIONS}
+        given = {"blocks": model.blocks, "path": directory, "master_weights": masters, **self._options, **_OPTIONS}
         try:
             return OffloadedTraining(model, torch.optim.AdamW, **given)
         except TypeError as error:

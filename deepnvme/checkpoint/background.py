@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepnvme._former_names import former_names
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
@@ -277,6 +278,7 @@ def start(destination: Destination, make: Callable[[None], FileImage], pool: Buf
     return save
 
 
+@former_names(config="aio_config")
 def async_save(
     obj: object,
     path: str | os.PathLike[str],
@@ -284,7 +286,7 @@ def async_save(
     fsync: bool = True,
     checksum: bool | None = None,
     pool: BufferPool | None = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> SaveFuture:
     """Save ``obj`` to ``path`` like :func:`save`, but in the background, with the values that ``obj`` has at the call.
 
@@ -305,7 +307,7 @@ def async_save(
         checksum: As for :func:`save`. The background thread computes the checksums of tensors on the CPU. With True,
             the checksums of tensors on devices are computed before this returns.
         pool: Pool of the pinned memory. None is the process's pool.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The future of the save. Errors not listed below are raised by its ``result``.
@@ -314,8 +316,8 @@ def async_save(
         Exception: Whatever pickling raises, before anything is created; or the error of an earlier background save that
             was not reported yet.
         OutOfBuffers: If the pool's budget is too small, or is held by this thread, or stays in use for 30 seconds.
-        TypeError: If ``config`` is not an AioConfig.
+        TypeError: If ``aio_config`` is not an AioConfig.
     """
-    destination = Destination(Path(path).absolute(), fsync, config=config)
+    destination = Destination(Path(path).absolute(), fsync, aio_config=aio_config)
     make = partial(pt_image, obj, 2, checksum)
     return start(destination, make, pool)

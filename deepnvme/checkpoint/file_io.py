@@ -42,7 +42,7 @@ Version = tuple[int, ...]
 """Identifies the contents of a path: unchanged as long as nobody replaces the file or writes into it."""
 
 
-def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
+def shared_engine(path: Path, aio_config: AioConfig | None = None) -> Engine:
     """Return this process's engine for a file or directory, created on first use. A forked child gets its own engines.
 
     Files that get the same settings share an engine. The 16 engines used last are kept; any other ends when its last user
@@ -51,16 +51,16 @@ def shared_engine(path: Path, config: AioConfig | None = None) -> Engine:
 
     Args:
         path: The file or directory that is to be read or written. It may not exist yet. A symbolic link is followed.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        TypeError: If ``config`` is not an AioConfig.
-        OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``config`` names.
+        TypeError: If ``aio_config`` is not an AioConfig.
+        OSError: If the path cannot be reached, naming it; or if the kernel refuses the backend that ``aio_config`` names.
         RuntimeError: If the op cannot be built.
     """
     with with_filename(path, instead=True):
-        settings = settings_for([path], config)
-    return _engines_of(os.getpid())(settings, config is not None)
+        settings = settings_for([path], aio_config)
+    return _engines_of(os.getpid())(settings, aio_config is not None)
 
 
 @functools.lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ import torch
 from torch.serialization import _get_restore_location, _serialization_tls
 from torch.serialization import load as torch_load  # deepnvme.load may have replaced torch.load
 
+from deepnvme._former_names import former_names
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
@@ -34,6 +35,7 @@ MapLocation = Any
 """A ``map_location`` of torch.load: None, a device or its name, a mapping of names, or a function."""
 
 
+@former_names(config="aio_config")
 def load(
     f: str | os.PathLike[str] | IO[bytes],
     map_location: MapLocation = None,
@@ -44,7 +46,7 @@ def load(
     keys: Iterable[Any] | None = None,
     checksum: bool = False,
     progress: ProgressOption = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Load a file that ``torch.save`` or :func:`save` wrote, with the result of ``torch.load`` for the same arguments. Blocks.
@@ -77,7 +79,7 @@ def load(
         progress: None for a progress bar on stderr once two seconds have passed, if that is a terminal or a notebook's; True
             for one from the beginning, False for none; or a function called with (bytes read, bytes to read).
             No effect for files left to ``torch.load``.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
             No effect for files left to ``torch.load``.
         **pickle_load_args: As for ``torch.load``.
 
@@ -85,7 +87,7 @@ def load(
         CorruptCheckpoint: If the file is damaged. Names the storage with the bytes expected and found. Also if the file is not a
             checkpoint, or is a TorchScript archive.
         KeyError: If the file does not have one of ``keys``.
-        TypeError: If ``keys`` is given and the file does not hold a mapping; or if ``config`` is not an AioConfig.
+        TypeError: If ``keys`` is given and the file does not hold a mapping; or if ``aio_config`` is not an AioConfig.
         UnpicklingError: If the file holds an object that ``weights_only`` does not allow.
         ValueError: If ``checksum`` is given for a file left to ``torch.load``, or ``keys`` for a file object; or if ``mmap`` or
             ``checksum`` is True for a safetensors file, which is not mapped and has no checksums.
@@ -107,13 +109,13 @@ def load(
     def whole() -> Any:
         """Load the file, or the entries ``keys`` of it, and show progress."""
         with profiler_range("load"), shown_progress(progress, f"loading {path}") as report:
-            return _load(path, chosen, bool(mmap), checksum, options, report, config)
+            return _load(path, chosen, bool(mmap), checksum, options, report, aio_config)
 
     if os.fspath(path).endswith(".safetensors") and not pt_records.is_zip(path):
         if mmap or checksum:
             what = "mmap=True is for .pt files" if mmap else "checksum=True: a safetensors file has no checksums"
             raise ValueError(f"{what}: load '{os.fspath(path)}' without")
-        return _load_safetensors(path, map_location, chosen, progress, config)
+        return _load_safetensors(path, map_location, chosen, progress, aio_config)
     loaded = read_consistently(path, whole)
     return loaded if chosen is None else _chosen(loaded, chosen)
 
@@ -144,7 +146,7 @@ def resolve_weights_only(weights_only: bool | None, pickle_module: Any = None) -
 
 def _load_safetensors(
     path: Any, map_location: MapLocation, keys: list[Any] | None, progress: ProgressOption,
-    config: AioConfig | None,
+    aio_config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load a safetensors file with the arguments of :func:`load`."""
     from .safetensors_files import load_entries
@@ -153,7 +155,7 @@ def _load_safetensors(
         raise RuntimeError(f"map_location must be a device for a safetensors file, got {type(map_location).__name__}")
     device = map_location.decode() if isinstance(map_location, bytes) else map_location
     choose = dict if keys is None else partial(_chosen, keys=keys)
-    loaded = load_entries(path, "cpu" if device is None else device, choose, progress, config)
+    loaded = load_entries(path, "cpu" if device is None else device, choose, progress, aio_config)
     return loaded if keys is None else {key: loaded[key] for key in keys}
 
 
@@ -164,7 +166,7 @@ def _load(
     checksum: bool,
     options: Mapping[str, Any],
     progress: Progress | None,
-    config: AioConfig | None,
+    aio_config: AioConfig | None,
 ) -> Any:
     """Load one .pt file and return its object. Storages that none of the entries ``keys`` needs are not read."""
     found = pt_records.records_of(path) if pt_records.is_zip(path) else None
@@ -173,7 +175,7 @@ def _load(
         if found.storages_readable and not mmap and not _torch_makes_storages(options):
             try:
                 ours = {name: value for name, value in options.items() if name != "pickle_module"}
-                return _load_storages(path, found, stream, keys, checksum, ours, progress, config)
+                return _load_storages(path, found, stream, keys, checksum, ours, progress, aio_config)
             except _NotUnpickled as error:
                 if checksum:
                     raise error.__cause__ or error from None
@@ -220,7 +222,7 @@ def _load_storages(
     checksum: bool,
     options: Mapping[str, Any],
     progress: Progress | None,
-    config: AioConfig | None,
+    aio_config: AioConfig | None,
 ) -> Any:
     """Unpickle a file, and read its storages into their memory by the engine."""
     storages = pt_records.StoragePlaces(path, found)
@@ -229,7 +231,7 @@ def _load_storages(
     plain = is_plain(stream)
     unread = None if keys is None or not plain else UnreadStorages(path, storages)
     wanted = None if unread is None else _offsets_of(path, stream, unread, keys or (), options)
-    engine = functools.cache(partial(shared_engine, path, config))  # looks up the drive once: storages may be read one at a time
+    engine = functools.cache(partial(shared_engine, path, aio_config))  # looks up the drive once, not for each storage
     restored: Callable[[Any, str], torch.UntypedStorage] = _get_restore_location(locate)  # type: ignore[no-untyped-call]
     placed: dict[str, FileSlice] = {}
 

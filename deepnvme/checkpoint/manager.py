@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from deepnvme._former_names import former_names
 from deepnvme.files.replacing import sync_directory
 from deepnvme.telemetry.progress import ProgressOption
 
@@ -44,21 +45,22 @@ class CheckpointManager:
     save into one directory at the same time, and others may load from it. Thread-safe.
 
     Args:
-        directory: Created if it is missing.
+        path: Directory of the checkpoints; created if it is missing.
         keep: How many checkpoints are kept: those of the highest steps. At least 1.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ValueError: If ``keep`` is less than 1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, config: AioConfig | None = None) -> None:
+    @former_names(config="aio_config")
+    def __init__(self, path: str | os.PathLike[str], keep: int = 3, *, aio_config: AioConfig | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = Path(os.path.abspath(path))
         self.keep = keep
-        self.config = config
-        missing = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
+        self.aio_config = aio_config
+        missing = [each for each in (self.directory, *self.directory.parents) if not each.exists()]
         self.directory.mkdir(parents=True, exist_ok=True)
         for made in missing:
             sync_directory(made.parent)
@@ -130,7 +132,7 @@ class CheckpointManager:
             Exception: Any other error of :func:`deepnvme.save` or :func:`deepnvme.async_save`.
         """
         recycle, end = partial(self._recyclable, step), partial(self._remove_surplus, step)
-        destination = Destination(self.path(step), fsync, recycle=recycle, end=end, config=self.config)
+        destination = Destination(self.path(step), fsync, recycle=recycle, end=end, aio_config=self.aio_config)
         make = partial(pt_image, obj, 2, checksum)
         if asynchronous:
             if group is not None:
@@ -155,7 +157,7 @@ class CheckpointManager:
             there = ", ".join(map(str, self.steps())) or "none"
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise FileNotFoundError(errno.ENOENT, f"{wanted}; there are those of: {there}", str(self.directory))
-        return load(self.path(chosen), **{"config": self.config, **options})
+        return load(self.path(chosen), **{"aio_config": self.aio_config, **options})
 
     # This is safe from other threads and processes that save into the directory. A save that lists the steps after another has
     # given one up finds fewer than keep, and gives none up. A save that listed them before finds that its choice is gone, and

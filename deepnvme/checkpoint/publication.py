@@ -66,12 +66,12 @@ class Destination:
     """
     end: Callable[[], object] = lambda: None
     """Called after publication. If it raises, the message has to say that the file is saved."""
-    config: AioConfig | None = None
+    aio_config: AioConfig | None = None
     """Settings of the engine; None for the profile of the drive."""
 
     def engine(self) -> Engine:
         """Return the engine that writes the file. Looks up the drive; raises what :func:`shared_engine` raises."""
-        return shared_engine(self.path, self.config)
+        return shared_engine(self.path, self.aio_config)
 
     def publish(self, engine: Engine, nbytes: int, write: Callable[[File], None]) -> None:
         """Write a temporary file, and rename it to its final name when it is complete. Blocks.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.progress import Progress, ProgressOption, shown_progress
@@ -29,6 +30,7 @@ Choice = Callable[[Mapping[str, Elements]], Mapping[str, Elements]]
 """Function that selects the entries to load from all entries of a file, both by name."""
 
 
+@former_names(config="aio_config")
 def save_file(
     tensors: dict[str, torch.Tensor],
     filename: str | os.PathLike[str],
@@ -36,7 +38,7 @@ def save_file(
     *,
     fsync: bool = True,
     progress: ProgressOption = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Save tensors to a safetensors file. Blocks.
 
@@ -50,7 +52,7 @@ def save_file(
         metadata: Strings by name. Their order is kept, while safetensors writes them in random order.
         fsync: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         Exception: First of all, the error of an earlier :func:`deepnvme.async_save` that was not reported yet.
@@ -71,16 +73,17 @@ def save_file(
         image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
         return image
 
-    save_to(Destination(Path(filename), fsync, config=config), make, progress)
+    save_to(Destination(Path(filename), fsync, aio_config=aio_config), make, progress)
 
 
+@former_names(config="aio_config")
 def load_file(
     filename: str | os.PathLike[str],
     device: str | int | torch.device = "cpu",
     *,
     backend: str = "mmap",
     progress: ProgressOption = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a safetensors file, or all shards of a ``model.safetensors.index.json``. Blocks.
 
@@ -89,7 +92,7 @@ def load_file(
         device: Where the tensors are loaded to. A number is that of a CUDA device.
         backend: Accepted as by safetensors; has no effect.
         progress: As for :func:`deepnvme.load`, for each file.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The tensors by name, each in its own memory.
@@ -99,12 +102,12 @@ def load_file(
         OSError: If a file cannot be opened or read.
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
-    return load_entries(filename, device, dict, progress, config)
+    return load_entries(filename, device, dict, progress, aio_config)
 
 
 def load_entries(
     filename: str | os.PathLike[str], device: str | int | torch.device, choose: Choice,
-    progress: ProgressOption, config: AioConfig | None,
+    progress: ProgressOption, aio_config: AioConfig | None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Load chosen tensors of a safetensors file, or of all shards of an index, and read only their bytes. Blocks.
 
@@ -116,7 +119,7 @@ def load_entries(
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     loaded: dict[str, torch.Tensor] = {}
     shards = safetensors_header.shards_of(filename)
-    engine = shared_engine(filename, config)
+    engine = shared_engine(filename, aio_config)
     with shown_progress(progress, f"loading {filename}") as report:
         for shard, names in shards.items():
             found = read_consistently(shard, partial(_load, shard, target, choose, engine, report))
@@ -124,6 +127,7 @@ def load_entries(
     return loaded
 
 
+@former_names(config="aio_config")
 def save_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],
@@ -132,7 +136,7 @@ def save_model(
     *,
     fsync: bool = True,
     progress: ProgressOption = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Save the ``state_dict`` of a model to a safetensors file. Blocks.
 
@@ -148,7 +152,7 @@ def save_model(
             tensors raise ValueError.
         fsync: As for :func:`deepnvme.save`.
         progress: As for :func:`deepnvme.save`.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         RuntimeError: If tensors share parts of a larger storage that no name covers as a whole.
@@ -164,9 +168,10 @@ def save_model(
         safetensors_header.check_contiguous(tensors, "save with force_contiguous=True")
     if kept_for:
         metadata = {**(metadata or {}), **{name: kept for name, kept in kept_for.items() if name not in (metadata or {})}}
-    save_file(tensors, filename, metadata, fsync=fsync, progress=progress, config=config)
+    save_file(tensors, filename, metadata, fsync=fsync, progress=progress, aio_config=aio_config)
 
 
+@former_names(config="aio_config")
 def load_model(
     model: torch.nn.Module,
     filename: str | os.PathLike[str],
@@ -175,7 +180,7 @@ def load_model(
     *,
     backend: str = "mmap",
     progress: ProgressOption = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> tuple[set[str], list[str]]:
     """Load a safetensors file, or all shards of an index, into a model. Blocks.
 
@@ -186,7 +191,7 @@ def load_model(
         device: Where the tensors are loaded to before they are copied into the model's.
         backend: As for :func:`load_file`.
         progress: As for :func:`load_file`.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         (missing, unexpected): the names of the model that the file lacks, and the names of the file that the model lacks. A name
@@ -197,7 +202,7 @@ def load_model(
             loaded by then.
         Exception: Any error of :func:`load_file`.
     """
-    loaded = load_file(filename, device, backend=backend, progress=progress, config=config)
+    loaded = load_file(filename, device, backend=backend, progress=progress, aio_config=aio_config)
     kept_for = _left_out(model.state_dict(), preferred=loaded)
     result = model.load_state_dict(loaded, strict=False)
     missing = set(result.missing_keys).difference(kept_for)

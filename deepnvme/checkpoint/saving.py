@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch.serialization import save as torch_save  # deepnvme.save may have replaced torch.save
 
+from deepnvme._former_names import former_names
 from deepnvme.memory.pool import buffer_pool
 from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
 
+@former_names(config="aio_config")
 def save(
     obj: object,
     f: str | os.PathLike[str] | IO[bytes],
@@ -42,7 +44,7 @@ def save(
     checksum: bool | None = None,
     progress: ProgressOption = None,
     group: ProcessGroup | None = None,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Save ``obj`` to the file ``f`` like ``torch.save``. Blocks.
 
@@ -51,7 +53,7 @@ def save(
 
     The arguments of ``torch.save`` have the same names and order, so ``torch.save = deepnvme.save`` works. ``torch.save``
     itself is called for file objects, another ``pickle_module`` than Python's, the format before torch 1.6, and files without
-    the byte order record. ``fsync``, ``progress`` and ``config`` then have no effect.
+    the byte order record. ``fsync``, ``progress`` and ``aio_config`` then have no effect.
 
     With a ``group`` the save is collective: every rank calls it with the same object, in which each DTensor has the
     rank's shard. The ranks write one ordinary file together: each rank its shards, and the first rank also everything that is
@@ -79,7 +81,7 @@ def save(
         progress: None shows a progress bar on stderr after two seconds, if stderr is a terminal or a notebook's; True
             shows one from the beginning, False shows none; a function is called with (bytes written, bytes of the file).
         group: Process group of ``torch.distributed`` whose ranks write the file together.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         Exception: Whatever pickling raises, before anything is created; or, first of all, the error of an earlier
@@ -89,7 +91,7 @@ def save(
         ValueError: If the ranks' objects differ or a DTensor is Partial; if ``checksum`` is given for an object with
             DTensors; or if ``checksum`` or ``group`` is given where ``torch.save`` is called.
         RuntimeError: If another rank failed.
-        TypeError: If ``config`` is not an AioConfig.
+        TypeError: If ``aio_config`` is not an AioConfig.
     """
     ours = _use_new_zipfile_serialization and not _disable_byteorder_record and pickle_module is pickle
     if not (ours and isinstance(f, (str, bytes, os.PathLike))):
@@ -99,7 +101,7 @@ def save(
         return
 
     make = partial(pt_image, obj, pickle_protocol, checksum)
-    save_to(Destination(Path(f), fsync, config=config), make, progress, group)
+    save_to(Destination(Path(f), fsync, aio_config=aio_config), make, progress, group)
 
 
 def save_to(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme.engine import Future
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.pool import buffer_pool
@@ -58,7 +59,8 @@ class Report:
         return f"structure; {self.nbytes} bytes of contents not checked: {has} no checksums"
 
 
-def verify(path: str | os.PathLike[str], *, config: AioConfig | None = None) -> Report:
+@former_names(config="aio_config")
+def verify(path: str | os.PathLike[str], *, aio_config: AioConfig | None = None) -> Report:
     """Check a .pt file, a .safetensors file, or a .safetensors.index.json with all of its shards. Blocks.
 
     The structure is checked: that the file is whole, and that its directory and its records fit together. Contents are
@@ -70,7 +72,7 @@ def verify(path: str | os.PathLike[str], *, config: AioConfig | None = None) -> 
 
     Args:
         path: The file.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
         The report. A damaged file is not an error: the report lists what is wrong. That includes files of torch before 1.6,
@@ -78,7 +80,7 @@ def verify(path: str | os.PathLike[str], *, config: AioConfig | None = None) -> 
 
     Raises:
         OSError: If the file cannot be read, or is a FIFO or a device. Names the file.
-        TypeError: If ``config`` is not an AioConfig.
+        TypeError: If ``aio_config`` is not an AioConfig.
     """
     name = os.fspath(path)
     try:
@@ -88,7 +90,7 @@ def verify(path: str | os.PathLike[str], *, config: AioConfig | None = None) -> 
             found = pt_records.records_of(path)
             if not found.stored:
                 raise CorruptCheckpoint(path, "its records are compressed, which torch.save never does")
-            problems = _checksum_problems(path, found, config)
+            problems = _checksum_problems(path, found, aio_config)
             if not problems:
                 pt_records.check_pickle(path, found)
     except CorruptCheckpoint as error:
@@ -117,9 +119,9 @@ def _safetensors(path: str) -> Report:
     return Report(path, "safetensors", tensors, nbytes, 0, tuple(problems))
 
 
-def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, config: AioConfig | None) -> list[str]:
+def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, aio_config: AioConfig | None) -> list[str]:
     """Return messages for records whose bytes do not match their checksum. Computes checksums while later chunks are read."""
-    engine = shared_engine(path, config)
+    engine = shared_engine(path, aio_config)
     records = [found.pickle, *found.others, *found.storages]
     located = list(zip(records, pt_records.data_offsets(path, records), strict=True))
     problems = [WrongChecksum(path, *each, 0).why for each in located if each[0].crc32 and not each[0].nbytes]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from deepnvme._former_names import former_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import Drive, drive_of
 from deepnvme.engine import Engine
@@ -124,8 +125,8 @@ def default_settings(drive: Drive, concurrent_drives: int = 1) -> AioConfig:
     return AioConfig(queue_depth=128, intra_op_parallelism=max(1, min(len(drive.disks), cores // 2 // concurrent_drives)))
 
 
-def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None) -> AioConfig:
-    """Return the settings of an engine for files or directories: ``config``, or else from the profiles of their drives.
+def settings_for(paths: AnyPath | Iterable[AnyPath], aio_config: AioConfig | None = None) -> AioConfig:
+    """Return the settings of an engine for files or directories: ``aio_config``, or else from the profiles of their drives.
 
     A drive without a profile has the default settings of its kind. An engine has one set of settings, which it applies to
     each drive separately. If the settings of the drives differ, the engine gets the largest block size, queue depth and
@@ -134,17 +135,17 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
 
     Args:
         paths: A file or directory, or several. They may not exist yet.
-        config: Settings that are used instead of profiles and defaults.
+        aio_config: Settings that are used instead of profiles and defaults.
 
     Raises:
-        TypeError: If ``config`` is not an AioConfig.
+        TypeError: If ``aio_config`` is not an AioConfig.
         ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist.
     """
-    if config is not None:
-        if not isinstance(config, AioConfig):
-            raise TypeError(f"config must be an AioConfig, got {type(config).__name__}")
-        return config
+    if aio_config is not None:
+        if not isinstance(aio_config, AioConfig):
+            raise TypeError(f"aio_config must be an AioConfig, got {type(aio_config).__name__}")
+        return aio_config
     if isinstance(paths, str | os.PathLike):  # otherwise a string would be taken for many paths, each of one letter
         paths = [paths]
     drives = list(dict.fromkeys(drive_of(Path(os.fsdecode(path))) for path in paths))
@@ -161,8 +162,9 @@ def settings_for(paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = 
     )
 
 
+@former_names(config="aio_config")
 def engine_for(
-    paths: AnyPath | Iterable[AnyPath], config: AioConfig | None = None, in_flight_bytes: ByteCount | None = None
+    paths: AnyPath | Iterable[AnyPath], aio_config: AioConfig | None = None, in_flight_bytes: ByteCount | None = None
 ) -> Engine:
     """Return a new engine for files or directories, with the settings of :func:`settings_for`.
 
@@ -174,20 +176,20 @@ def engine_for(
 
     Args:
         paths: A file or directory, or several. They may not exist yet.
-        config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
-        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``config``. With a
+        aio_config: Settings that are used instead of profiles and defaults. Without effect: ``use_gds`` and ``overlap_events``.
+        in_flight_bytes: Most bytes in flight for each worker, or a size such as "8MiB"; ignored with ``aio_config``. With a
             limit, transfers end one after the other, which suits a caller that waits for the first of them. None for no
             limit besides the settings.
 
     Raises:
-        TypeError: If ``config`` is not an AioConfig.
+        TypeError: If ``aio_config`` is not an AioConfig.
         ValueError: If no path is given.
         OSError: If a path cannot be reached, for another reason than that it does not exist; or if the kernel refuses the
-            backend that ``config`` names.
+            backend that ``aio_config`` names.
         RuntimeError: If the op cannot be built.
     """
     in_flight = None if in_flight_bytes is None else byte_count(in_flight_bytes, "in_flight_bytes", least=None)
-    return create_engine(settings_for(paths, config), from_user=config is not None, in_flight_bytes=in_flight)
+    return create_engine(settings_for(paths, aio_config), from_user=aio_config is not None, in_flight_bytes=in_flight)
 
 
 def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | None = None) -> Engine:

@@ -51,7 +51,7 @@ class _StreamOptions(NamedTuple):
 
     memory_budget: MemoryBudget
     prefetch: int
-    config: AioConfig | None
+    aio_config: AioConfig | None
 
 
 _enabled: _StreamOptions | None = None
@@ -59,7 +59,7 @@ _originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
 
-def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, config: AioConfig | None = None) -> None:
+def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, aio_config: AioConfig | None = None) -> None:
     """Stream models that accelerate offloads to the disk, from now on.
 
     May be called before or after transformers is imported. Idempotent; the options of the last call count.
@@ -71,7 +71,7 @@ def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, config: AioCon
         memory_budget: Bytes of weights to keep in memory, or "8GB", "50%", "auto": see :func:`deepnvme.streaming.stream`. If
             the weights that a device map leaves on the CPU take more, their size is used instead.
         prefetch: Number of extents to read ahead: see :func:`deepnvme.streaming.stream`.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ImportError: If accelerate is not installed.
@@ -86,7 +86,7 @@ def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, config: AioCon
     with _changing:
         if not _originals:
             _originals.update((name, getattr(accelerate.big_modeling, name)) for name in _OURS)
-        _enabled = _StreamOptions(memory_budget, prefetch, config)
+        _enabled = _StreamOptions(memory_budget, prefetch, aio_config)
         _replace(_originals, _OURS)
 
 
@@ -247,9 +247,9 @@ class _Hook:
 
         def build(_: Path) -> WeightStore:
             source = {**weights_in_index(on_disk, self.folder), **in_memory}
-            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), config=self.options.config)
+            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), aio_config=self.options.aio_config)
 
-        store = opened_or_built(where, origin, build, self.options.config)
+        store = opened_or_built(where, origin, build, self.options.aio_config)
         try:
             names = {ties.get(name, name) for name in self.on_cpu}
             extents = [extent for extent in store.extents.values() if extent.name != UNBLOCKED_EXTENT]

@@ -44,7 +44,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         memory_budget: Weights to keep in memory: see :func:`deepnvme.streaming.stream`.
         reuse: Stream from the store that an earlier run built in ``path``. The weights that SGLang loads are ignored, so
             ``--load-format dummy`` saves loading them. Only shapes and dtypes are compared with the model's.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         prefetch: int = 2,
         memory_budget: MemoryBudget = 0,
         reuse: bool = False,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
     ) -> None:
         budget_bytes(memory_budget, "memory_budget")  # checked now; a share is of what is available when weights are loaded
         self._path = Path(path)
-        self._prefetch, self._budget, self._reuse, self._config = prefetch, memory_budget, reuse, config
+        self._prefetch, self._budget, self._reuse, self._config = prefetch, memory_budget, reuse, aio_config
         self._layers = nn.ModuleList()
         self._device = torch.device("cpu")
         self._store: WeightStore | None = None
@@ -115,9 +115,9 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
         self._layers.requires_grad_(False).to("cpu")  # for tensors that were created after wrap_modules
         try:
             if self._reuse:
-                self._store = WeightStore.open(where, config=self._config)
+                self._store = WeightStore.open(where, aio_config=self._config)
             else:
-                self._store = WeightStore.build(self._layers, where, config=self._config)
+                self._store = WeightStore.build(self._layers, where, aio_config=self._config)
             self._streaming = stream(
                 self._layers, self._store, prefetch=self._prefetch, memory_budget=self._budget, device=self._device
             )
@@ -170,7 +170,7 @@ def enable(
     prefetch: int = 2,
     memory_budget: MemoryBudget = 0,
     reuse: bool = False,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Make SGLang use a :class:`StreamingOffloader`, in ``path``/rank-N, for each model that it creates in this process.
 
@@ -182,7 +182,7 @@ def enable(
         prefetch: See :class:`StreamingOffloader`.
         memory_budget: See :class:`StreamingOffloader`.
         reuse: See :class:`StreamingOffloader`.
-        config: See :class:`StreamingOffloader`.
+        aio_config: See :class:`StreamingOffloader`.
     """
 
     budget_bytes(memory_budget, "memory_budget")
@@ -190,7 +190,7 @@ def enable(
     def create_offloader() -> StreamingOffloader:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         where = Path(path) / f"rank-{rank}"
-        return StreamingOffloader(where, prefetch=prefetch, memory_budget=memory_budget, reuse=reuse, config=config)
+        return StreamingOffloader(where, prefetch=prefetch, memory_budget=memory_budget, reuse=reuse, aio_config=aio_config)
 
     offloader.create_offloader = create_offloader
     runner = sys.modules.get("sglang.srt.model_executor.model_runner")

@@ -118,7 +118,7 @@ def enable(
     *,
     memory_budget: MemoryBudget = 1 << 30,
     min_bytes: ByteCount = 1 << 20,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> None:
     """Send the activations of trainers to a drive, from now on.
 
@@ -136,7 +136,7 @@ def enable(
         min_bytes: Smaller tensors stay in memory; bytes, or a size such as "1MiB". The input of a layer, which activation
             checkpointing keeps, has ``batch * sequence * hidden`` elements: with small models, choose at most the size of that
             input. If no tensor is large enough, the first log warns with RuntimeWarning.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
@@ -149,7 +149,7 @@ def enable(
         owners = _owners()
     except ImportError as error:
         raise ImportError(f"{error}: there is nothing to enable; pip install 'deepnvme[transformers]'") from error
-    options = {"path": path, "memory_budget": memory_budget, "min_bytes": min_bytes, "config": config}
+    options = {"path": path, "memory_budget": memory_budget, "min_bytes": min_bytes, "aio_config": aio_config}
     with _changing:
         before = _enabled
         if before is None or before.options != options:

@@ -48,7 +48,7 @@ _OVERRIDDEN = {
 
 
 def offload_training(
-    trainer: Any, nvme_path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
+    trainer: Any, path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
 ) -> OffloadedTraining:
     """Keep the layers of a trainer's model, their gradients and the optimizer's states on a drive from now on.
 
@@ -59,7 +59,7 @@ def offload_training(
 
     Args:
         trainer: A trainer on the CPU that has not trained yet, of one process.
-        nvme_path: As for :class:`deepnvme.offload.OffloadedTraining`.
+        path: As for :class:`deepnvme.offload.OffloadedTraining`.
         blocks: As for :class:`deepnvme.offload.OffloadedTraining`.
         **options: Other options of :class:`deepnvme.offload.OffloadedTraining`: ``memory_budget``, ``activations``, ... The
             optimizer and its options, ``micro_batches`` and ``max_norm`` are taken from the ``TrainingArguments``.
@@ -81,7 +81,7 @@ def offload_training(
         trainer.model,
         optimizer_class,
         blocks=blocks,
-        nvme_path=nvme_path,
+        path=path,
         param_groups=param_groups,
         max_norm=max_norm,
         **optimizer_options,

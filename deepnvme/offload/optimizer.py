@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from deepnvme._former_names import former_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
@@ -41,7 +42,7 @@ class OffloadedOptimizer(Optimizer):
     """``optimizer_class(params, **optimizer_kwargs)`` with its states on a drive. Results are the same, bit for bit.
 
     >>> optimizer = deepnvme.OffloadedOptimizer(
-    ...     model.parameters(), torch.optim.AdamW, nvme_path="/mnt/nvme/states", lr=1e-3, fused=True
+    ...     model.parameters(), torch.optim.AdamW, path="/mnt/nvme/states", lr=1e-3, fused=True
     ... )
 
     The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
@@ -70,11 +71,11 @@ class OffloadedOptimizer(Optimizer):
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
             it, is several times as fast.
-        nvme_path: One directory, or several to stripe over. A leading "~" is the home
+        path: One directory, or several to stripe over. A leading "~" is the home
             directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
             in them. Twice the bytes of the states are reserved there at once.
-        dram_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or "25%" of
-            the available memory, or "auto" for half of that, though no more than the pool has room for. Checkpoints
+        memory_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or
+            "25%" of the available memory, or "auto" for half of that, though no more than the pool has room for. Checkpoints
             go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
             stepped, one written): their states and master weights; and with ``offload_gradients`` the gradients of four
             sub-groups.
@@ -87,7 +88,7 @@ class OffloadedOptimizer(Optimizer):
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
         checksum: Verify states when they are read, and when a state_dict is made.
         pool: Buffer pool to lease memory from; by default the process's.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         **optimizer_kwargs: Passed to ``optimizer_class``.
 
     Raises:
@@ -101,22 +102,23 @@ class OffloadedOptimizer(Optimizer):
     Also raises the exceptions of ``optimizer_class`` for its arguments.
     """
 
+    @former_names(nvme_path="path", dram_budget="memory_budget", config="aio_config")
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        dram_budget: MemoryBudget = 0,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        memory_budget: MemoryBudget = 0,
         master_weights: bool = False,
         sub_group_size: int = 1 << 22,
         offload_gradients: bool = False,
         checksum: bool = False,
         pool: BufferPool | None = None,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        budget = budget_bytes(dram_budget, "dram_budget")
+        budget = budget_bytes(memory_budget, "memory_budget")
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class must be a torch optimizer's class, as torch.optim.AdamW, got {optimizer_class!r}")
         if not isinstance(sub_group_size, int):
@@ -135,7 +137,7 @@ class OffloadedOptimizer(Optimizer):
         self._checksum, self._offload_gradients = checksum, offload_gradients
         super().__init__(params, self._planner.defaults())
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
-        if is_automatic(dram_budget):
+        if is_automatic(memory_budget):
             self._residency.limit_budget(first, self._pool.budget)
         self._residency.check_memory(first, self._pool, 0)
         self._saved_steps = 0
@@ -143,16 +145,16 @@ class OffloadedOptimizer(Optimizer):
         self._warned = False
         owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
         try:
-            self._store = TensorStore(_own_directories(nvme_path), checksum=checksum, config=config, owner=owner)
+            self._store = TensorStore(_own_directories(path), checksum=checksum, aio_config=aio_config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
-            if is_automatic(dram_budget):
+            if is_automatic(memory_budget):
                 self._residency.limit_budget(first, self._pool.budget - self._pool.in_use)
             self._residency.check_memory(first, self._pool, self._pool.in_use)
             self._step = OptimizerStep(self, self._store, self._pool, self._residency, offload_gradients=offload_gradients)
             self.state = self._step.states  # type: ignore[assignment]
             self._loading = self.register_load_state_dict_pre_hook(opaque)
             self._step.add(first)
-            _logger.info("%s with its states in %s %s", optimizer_class.__name__, printable(nvme_path), self.estimate_writes())
+            _logger.info("%s with its states in %s %s", optimizer_class.__name__, printable(path), self.estimate_writes())
         except BaseException as error:
             owner.failures.append(f"{type(error).__name__}: {error}")
             self.close()
@@ -309,7 +311,7 @@ class OffloadedOptimizer(Optimizer):
         if self.steps != self._saved_steps:
             warnings.warn(
                 f"another OffloadedOptimizer is made on '{directory}': the one before is closed, and the states of its"
-                f" {self.steps} steps are removed. state_dict() keeps them; another nvme_path keeps both optimizers",
+                f" {self.steps} steps are removed. state_dict() keeps them; another path keeps both optimizers",
                 stacklevel=stack_level(),
             )
         self._step.close(functools.partial(_closed_for, other, directory))
@@ -328,7 +330,7 @@ class OffloadedOptimizer(Optimizer):
             self,
             lambda: f"of {self._planner.optimizer_class.__name__}",
             lambda: f"in {path_list(self._store.directories)}",
-            lambda: f"dram_budget={size_for_people(self._residency.dram_budget)}",
+            lambda: f"memory_budget={size_for_people(self._residency.memory_budget)}",
             lambda: f"{len(self._sub_groups)} sub-groups",
             lambda: f"{self.steps} steps made",
             lambda: self._step.guard.state(),
@@ -377,11 +379,11 @@ def _closed_for(other: DirectoryOwner, directory: Path) -> str:
     return f"this OffloadedOptimizer was closed: {said}"
 
 
-def _own_directories(nvme_path: AnyPath | Iterable[AnyPath]) -> list[Directory]:
+def _own_directories(path: AnyPath | Iterable[AnyPath]) -> list[Directory]:
     """Return the directories to use; with several ranks, a subdirectory ``rank<N>`` of each for this rank.
 
     Args:
-        nvme_path: One directory, or several.
+        path: One directory, or several.
 
     Raises:
         TypeError: If a directory is not a path.
@@ -389,15 +391,15 @@ def _own_directories(nvme_path: AnyPath | Iterable[AnyPath]) -> list[Directory]:
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     own = f"rank{dist.get_rank()}" if many else ""
-    if isinstance(nvme_path, str | bytes | os.PathLike):
-        nvme_path = [nvme_path]
-    if not isinstance(nvme_path, Iterable) or isinstance(nvme_path, Mapping):
-        raise TypeError(f"nvme_path must be a directory, or several, got {nvme_path!r}")
+    if isinstance(path, str | bytes | os.PathLike):
+        path = [path]
+    if not isinstance(path, Iterable) or isinstance(path, Mapping):
+        raise TypeError(f"path must be a directory, or several, got {path!r}")
     found: list[Directory] = []
-    for path in nvme_path:
-        if not isinstance(path, str | bytes | os.PathLike):
-            raise TypeError(f"nvme_path must be a directory, or several, got {path!r} in it")
-        if not os.fspath(path):
-            raise ValueError(f'nvme_path must not be empty, got {path!r}: write "." for the current directory')
-        found.append(Path(os.path.expanduser(os.fsdecode(path))) / own)
+    for each in path:
+        if not isinstance(each, str | bytes | os.PathLike):
+            raise TypeError(f"path must be a directory, or several, got {each!r} in it")
+        if not os.fspath(each):
+            raise ValueError(f'path must not be empty, got {each!r}: write "." for the current directory')
+        found.append(Path(os.path.expanduser(os.fsdecode(each))) / own)
     return found

@@ -52,7 +52,7 @@ class StepReport(DriveReport):
     bytes_written_in_all: int
     """Bytes written since the optimizer was created, for any purpose: they wear the drive."""
     resident_bytes: int
-    """Bytes of states kept in memory by ``dram_budget``."""
+    """Bytes of states kept in memory by ``memory_budget``."""
     sub_groups: int
     """Number of sub-groups stepped in this step."""
 

@@ -21,16 +21,16 @@ class ResidencyPolicy:
 
     Args:
         planner: Estimates the size of blocks before their first step.
-        dram_budget: Bytes of blocks that may stay in memory, and of their gradients with ``offload_gradients``.
+        memory_budget: Bytes of blocks that may stay in memory, and of their gradients with ``offload_gradients``.
         offload_gradients: Whether gradients are offloaded.
     """
 
-    def __init__(self, planner: SubGroupPlanner, dram_budget: int, offload_gradients: bool) -> None:
-        self.planner, self.dram_budget, self._offload_gradients = planner, dram_budget, offload_gradients
+    def __init__(self, planner: SubGroupPlanner, memory_budget: int, offload_gradients: bool) -> None:
+        self.planner, self.memory_budget, self._offload_gradients = planner, memory_budget, offload_gradients
 
     def limit_budget(self, sub_groups: Sequence[SubGroup], free: int) -> None:
         """Lower the budget so that residents and the sub-groups in flight fit into ``free`` bytes. Call before :meth:`choose`."""
-        self.dram_budget = max(0, min(self.dram_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
+        self.memory_budget = max(0, min(self.memory_budget, free * 8 // 9 - self._in_flight_bytes(sub_groups)))
 
     def choose(self, sub_groups: Iterable[SubGroup]) -> None:
         """Decide which sub-groups are resident: in their order, those whose states and gradients fit into the budget.
@@ -54,9 +54,9 @@ class ResidencyPolicy:
         if wanted > pool.budget - leased_by_others:
             largest = max(each.numel for each in sub_groups)
             raise OutOfBuffers(
-                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and dram_budget={self.dram_budget} take {wanted} bytes; of"
-                f" the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller sub_group_size"
-                " or dram_budget, or call set_buffer_budget"
+                f"{BLOCKS_IN_FLIGHT} sub-groups of {largest} elements and memory_budget={self.memory_budget} take {wanted} bytes;"
+                f" of the buffer pool's budget of {pool.budget} others have leased {leased_by_others}: give a smaller"
+                " sub_group_size or memory_budget, or call set_buffer_budget"
             )
 
     def _in_flight_bytes(self, sub_groups: Sequence[SubGroup]) -> int:
@@ -94,7 +94,7 @@ class ResidencyPolicy:
         staying: set[SubGroup] = set()
         nbytes = 0
         for each in sub_groups:
-            if nbytes + self._memory(each) <= self.dram_budget:
+            if nbytes + self._memory(each) <= self.memory_budget:
                 nbytes += self._memory(each)
                 staying.add(each)
         return staying

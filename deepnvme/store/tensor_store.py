@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
@@ -62,7 +63,7 @@ class TensorStore:
     touch the files.
 
     Args:
-        directories: A path, or several. Tensors of 4 MiB or more are split over all directories equally. Smaller ones are
+        path: A directory, or several. Tensors of 4 MiB or more are split over all directories equally. Smaller ones are
             stored whole, in the emptiest directory. Directories are created if they are missing. Each is locked by one store.
             Files that a dead process has left in a directory are removed.
         persist: Keep the files. When the store is opened again, also after a crash, with the same directories in any order,
@@ -74,7 +75,7 @@ class TensorStore:
             ``io.UnsupportedOperation``.
         checksum: Keep the CRC-32 of each tensor, and verify it when the tensor is read. Takes 0.1 s of one core for each GB.
         engine: An engine to share among stores; None for an engine of the store's own.
-        config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the store's own engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         owner: The object that the store is a part of. The errors of other stores name it as the owner of the directories.
             None for the store itself.
 
@@ -85,29 +86,30 @@ class TensorStore:
         FileNotFoundError: With ``read_only``, if a directory has no persistent store.
         CorruptManifest: If the manifest is damaged.
         ValueError: If the directories are not exactly those of one store or of one copy of it, no directory is given, one is
-            given twice, or both ``engine`` and ``config`` are given.
+            given twice, or both ``engine`` and ``aio_config`` are given.
         OSError: From creating and opening files.
     """
 
+    @former_names(config="aio_config")
     def __init__(
         self,
-        directories: Directory | Sequence[Directory],
+        path: Directory | Sequence[Directory],
         *,
         persist: bool = False,
         read_only: bool = False,
         checksum: bool = False,
         engine: Engine | None = None,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
         owner: DirectoryOwner | None = None,
     ) -> None:
-        if engine is not None and config is not None:
-            raise ValueError("config is for the store's own engine: give either engine or config")
+        if engine is not None and aio_config is not None:
+            raise ValueError("aio_config is for the store's own engine: give either engine or aio_config")
         owner = DirectoryOwner("TensorStore") if owner is None else owner
-        self._paths = tuple(as_directories(directories))
+        self._paths = tuple(as_directories(path))
         self._persist = persist or read_only
         self._read_only = read_only
         self._checksum = checksum
-        self._engine = engine_for(self._paths, config) if engine is None else engine
+        self._engine = engine_for(self._paths, aio_config) if engine is None else engine
         self._own_engine = engine is None
         self._scheduler = OperationScheduler()
         self._closing = threading.Lock()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
@@ -63,10 +64,11 @@ locating_weights: ContextVar[bool] = ContextVar("locating_weights", default=Fals
 """True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
 
 
+@former_names(offload_dir="path")
 def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    offload_dir: Directories,
+    path: Directories,
     memory_budget: MemoryBudget = 0,
     prefetch: int = 2,
     device: torch.device | str | None = None,
@@ -79,12 +81,12 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Return a transformers model, ready for inference, whose weights are streamed from the drive. Blocks.
 
-    The first call for a checkpoint builds a store in ``offload_dir``: each weight is read and written once, and only a few
+    The first call for a checkpoint builds a store in ``path``: each weight is read and written once, and only a few
     blocks are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
     Args:
         name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
-        offload_dir: One or several directories of the store, as for :class:`WeightStore`.
+        path: One or several directories of the store, as for :class:`WeightStore`.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
@@ -105,7 +107,7 @@ def from_pretrained(
         FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
         ImportError: If transformers or accelerate is not installed.
         TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
-        ValueError: If the store in ``offload_dir`` is of another checkpoint (the message names the differences), if the
+        ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
             checkpoint is quantised, or if ``kv_offload`` is none of the above.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
@@ -123,13 +125,13 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
-    where = as_directories(offload_dir)
+    where = as_directories(path)
 
     def build(directory: Path) -> WeightStore:
         """Build the store of the checkpoint, and open it."""
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
-            how: dict[str, Any] = {"quantize": quantize, "progress": progress, "config": aio_config}
+            how: dict[str, Any] = {"quantize": quantize, "progress": progress, "aio_config": aio_config}
             return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
 
     store = opened_or_built(where, origin, build, aio_config)

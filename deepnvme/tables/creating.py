@@ -48,7 +48,7 @@ Values = Callable[[int, int], torch.Tensor]
 
 def create_files(
     directories: Sequence[Path], rows: int, columns: tuple[Column, ...], values: Values | None, initial: Mapping[str, float],
-    updatable: bool, config: AioConfig | None,
+    updatable: bool, aio_config: AioConfig | None,
 ) -> None:  # fmt: skip
     """Create the files of a table. Blocks until they are on stable storage.
 
@@ -59,7 +59,7 @@ def create_files(
         values: Returns a range of rows; None for zeros.
         initial: Initial value of the optimizer states, by column name.
         updatable: Whether rows can be changed later: each row then has two versions on the drive.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
 
     Raises:
         FileExistsError: If a directory has a table already, or rows left by a killed process.
@@ -75,7 +75,7 @@ def create_files(
         owner = DirectoryOwner("Table", "wait until it is made")
         for directory in directories:
             stack.callback(DirectoryLock(directory, owner).release)
-        engine = stack.enter_context(engine_for(directories, config))
+        engine = stack.enter_context(engine_for(directories, aio_config))
         paths = [directory / ROWS_NAME for directory in directories]
         files = []
         for path in paths:  # other rows are in whole sectors only where they have two versions

@@ -290,7 +290,7 @@ class EmbeddingOnDisk(RowsOnDisk):
         optimizer: What will train the rows: a torch optimizer class, or a ``functools.partial`` of one. Its states are kept
             beside each row. None if the rows will not be trained: a new table then takes half the space.
         values: Returns rows ``begin`` to ``end`` of a new table, as for :meth:`Table.create`; None for those of torch.
-        **memory: ``memory_budget``, ``staging_bytes`` and ``config`` of :meth:`Table.open`. Ignored with an open table.
+        **memory: ``memory_budget``, ``staging_bytes`` and ``aio_config`` of :meth:`Table.open`. Ignored with an open table.
 
     Raises:
         ValueError: If the existing table has another shape, dtype or other states, or the optimizer cannot train

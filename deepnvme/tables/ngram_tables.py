@@ -32,7 +32,7 @@ def open_ngram_tables(
     *,
     memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> dict[str, Table]:
     """Open the embedding tables of a model's safetensors files in place, without a copy.
 
@@ -42,7 +42,7 @@ def open_ngram_tables(
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory through which rows are read, for all tables together, shared equally. A table
             has at least 512 KiB, or two rows.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
 
     Returns:
         The tables by name, in the file's order. A table is one tensor, or several shards in the order of their numbers.
@@ -71,16 +71,18 @@ def open_ngram_tables(
     with contextlib.ExitStack() as opened:
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
-            reopen = functools.partial(_reopened, path, name, budget, staging, config)
-            table = Table(TableSession(layout, [], False, budget, staging, config), reopen)
+            reopen = functools.partial(_reopened, path, name, budget, staging, aio_config)
+            table = Table(TableSession(layout, [], False, budget, staging, aio_config), reopen)
             found[name] = opened.enter_context(table)
         opened.pop_all()
     return found
 
 
-def _reopened(path: str, name: str, memory_budget: int, staging_bytes: int, config: AioConfig | None) -> Table:
+def _reopened(path: str, name: str, memory_budget: int, staging_bytes: int, aio_config: AioConfig | None) -> Table:
     """Open one of the tables again, in another process."""
-    tables = open_ngram_tables(path, re.escape(name), memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
+    tables = open_ngram_tables(
+        path, re.escape(name), memory_budget=memory_budget, staging_bytes=staging_bytes, aio_config=aio_config
+    )
     return tables[name]
 
 

@@ -32,7 +32,7 @@ def offload_embeddings(
     optimizer: OptimizerFactory | None = None,
     memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> list[str]:
     """Replace the large embeddings of a model by ones whose rows are on a drive. Blocks until the rows are written.
 
@@ -51,7 +51,7 @@ def offload_embeddings(
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory through which rows are read and written, for all tables together, shared
             equally. A table has at least 512 KiB, or two rows, for reads and as much for writes.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
 
     Returns:
         The names of the replaced modules, in the model's order. For a module with several names, the first name.
@@ -76,7 +76,7 @@ def offload_embeddings(
             memory: TableMemory = {
                 "memory_budget": memory_budget * module.weight.nbytes // max(whole, 1),
                 "staging_bytes": staging_bytes // len(chosen),
-                "config": config,
+                "aio_config": aio_config,
             }
             replaced[module] = _on_disk(module, [each / name for each in paths], optimizer, memory)
     except BaseException:
@@ -123,7 +123,7 @@ def _users_of_weights(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 def _on_disk(
     module: nn.Embedding | nn.EmbeddingBag, directories: list[Path], optimizer: OptimizerFactory | None, memory: TableMemory
 ) -> RowsOnDisk:  # fmt: skip
-    """Return an embedding on the drive with the rows of ``module``. ``memory``: budgets and config for :meth:`Table.open`."""
+    """Return an embedding on the drive with the rows of ``module``. ``memory``: budgets and aio_config for :meth:`Table.open`."""
     weight = module.weight
     if weight.is_meta and not (directories[0] / MANIFEST_NAME).exists():
         raise ValueError(f"there is no table in '{directories[0]}', and the module on the meta device has no rows to make it of")

@@ -138,7 +138,7 @@ class TableSession:
         writable: Whether rows will be changed.
         memory_budget: Bytes of memory for rows.
         staging_bytes: Bytes of pinned memory through which rows are read and written.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
 
     Raises:
         The errors of :meth:`Table.open`.
@@ -146,9 +146,9 @@ class TableSession:
 
     def __init__(
         self, layout: TableLayout, directories: list[Path], writable: bool, memory_budget: int, staging_bytes: int,
-        config: AioConfig | None,
+        aio_config: AioConfig | None,
     ) -> None:  # fmt: skip
-        self.layout, self._directories, self._config = layout, directories, config
+        self.layout, self._directories, self._config = layout, directories, aio_config
         self.memory_budget, self.staging_bytes = memory_budget, staging_bytes
         self.lock = threading.RLock()
         """The table's lock. Callers hold it while they call methods of the session, its reader or its writer."""

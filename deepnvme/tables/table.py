@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -37,7 +38,7 @@ class TableMemory(TypedDict, total=False):
 
     memory_budget: MemoryBudget
     staging_bytes: ByteCount
-    config: AioConfig | None
+    aio_config: AioConfig | None
 
 
 def as_paths(paths: AnyPath | Iterable[AnyPath]) -> list[Path]:
@@ -80,6 +81,7 @@ class Table:
     # -- making one
 
     @classmethod
+    @former_names(config="aio_config")
     def create(
         cls,
         paths: AnyPath | Sequence[AnyPath],
@@ -92,7 +94,7 @@ class Table:
         updatable: bool = True,
         memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
         staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
     ) -> Table:
         """Create a new table, and open it. Blocks until its rows are on stable storage.
 
@@ -109,7 +111,7 @@ class Table:
                 docs/tables.md.
             memory_budget: As for :meth:`open`.
             staging_bytes: As for :meth:`open`.
-            config: Settings of the engine; None for the profile of the drive.
+            aio_config: Settings of the engine; None for the profile of the drive.
 
         Raises:
             FileExistsError: If there is a table already, or rows left by a killed process.
@@ -124,8 +126,10 @@ class Table:
         if operator.index(rows) < 0:
             raise ValueError(f"rows must not be negative, got {rows}")
         initial = {name: state.initial for name, state in (states or {}).items()}
-        create_files(directories, rows, columns, values, initial, updatable, config)
-        return cls.open(directories, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, config=config)
+        create_files(directories, rows, columns, values, initial, updatable, aio_config)
+        return cls.open(
+            directories, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, aio_config=aio_config
+        )
 
     @classmethod
     def from_tensor(
@@ -143,6 +147,7 @@ class Table:
         )
 
     @classmethod
+    @former_names(config="aio_config")
     def open(
         cls,
         paths: AnyPath | Sequence[AnyPath],
@@ -154,7 +159,7 @@ class Table:
         writable: bool = False,
         memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
         staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
     ) -> Table:
         """Open a table, or a file whose rows can be read in place, without a copy.
 
@@ -173,7 +178,7 @@ class Table:
                 written, or a size such as "64MiB". Two thirds are for reads, and one third for writes if the table is
                 ``writable``. Each has at least two parts of 256 KiB, or of a row if that is larger. The memory is
                 allocated when it is first used.
-            config: Settings of the engine; None for the profile of the drive.
+            aio_config: Settings of the engine; None for the profile of the drive.
 
         Raises:
             FileNotFoundError: If there is no such file or table.
@@ -190,7 +195,7 @@ class Table:
         path = given[0]
         reopen = functools.partial(
             cls.open, given, name, dtype=dtype, shape=shape, offset=offset, memory_budget=memory_budget,
-            staging_bytes=staging_bytes, config=config,
+            staging_bytes=staging_bytes, aio_config=aio_config,
         )  # fmt: skip
         if path.is_dir():
             layout, _ = load_manifest(given)
@@ -201,7 +206,7 @@ class Table:
         else:
             layout = find_layout(path, name, dtype, shape, offset)
         directories = given if path.is_dir() else []
-        return cls(TableSession(layout, directories, writable, memory_budget, staging_bytes, config), reopen)
+        return cls(TableSession(layout, directories, writable, memory_budget, staging_bytes, aio_config), reopen)
 
     # -- what it is
 

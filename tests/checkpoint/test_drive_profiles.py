@@ -144,13 +144,13 @@ def use(request: pytest.FixtureRequest, drive: Path) -> Callable[..., Any]:
     return lambda **config: act(drive, **config)
 
 
-@pytest.mark.parametrize("given", [{}, {"config": GIVEN}])
+@pytest.mark.parametrize("given", [{}, {"aio_config": GIVEN}])
 def test_the_profile_is_used_unless_settings_are_given(
     use: Callable[..., Any], profile: None, monkeypatch: pytest.MonkeyPatch, given: dict[str, AioConfig]
 ) -> None:
     with watched(monkeypatch) as uses:
         use(**given)
-        assert uses().settings == {settings_in(given.get("config", PROFILE))}
+        assert uses().settings == {settings_in(given.get("aio_config", PROFILE))}
         assert uses().nbytes >= NBYTES
         assert uses().lookups <= 2
 
@@ -161,7 +161,7 @@ def test_the_profile_is_used_unless_settings_are_given(
 @pytest.mark.parametrize("save", [deepnvme.save, deepnvme.async_save, safetensors.save_file])
 def test_anything_but_settings_is_refused_before_a_file_is_created(drive: Path, save: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="config must be an AioConfig, got dict"):
-        save(tensors(), drive / "file", config={"queue_depth": 3})
+        save(tensors(), drive / "file", aio_config={"queue_depth": 3})
     assert list(drive.iterdir()) == []
 
 

@@ -222,10 +222,10 @@ def test_a_raid_gets_a_worker_for_each_disk_as_long_as_half_of_the_cores_are_lef
 def test_a_store_and_an_optimizer_take_the_profile_of_their_drive(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def engines(config: AioConfig | None) -> list[EngineSettings]:
         with engines_made() as made:
-            with deepnvme.store.TensorStore(drive / "store", config=config) as store:
+            with deepnvme.store.TensorStore(drive / "store", aio_config=config) as store:
                 store.put("a", torch.ones(5)).result()
             parameter = torch.nn.Parameter(torch.ones(5))
-            deepnvme.OffloadedOptimizer([parameter], torch.optim.Adam, nvme_path=drive / "states", config=config).close()
+            deepnvme.OffloadedOptimizer([parameter], torch.optim.Adam, path=drive / "states", aio_config=config).close()
         return made
 
     tuned(drive)

@@ -160,7 +160,7 @@ def optimizer_step(path: Path) -> Iterator[Case]:
     params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(4)]
     for param in params:
         param.grad = torch.ones_like(param)
-    options = {"nvme_path": path, "sub_group_size": 100_000, "lr": 0.1}
+    options = {"path": path, "sub_group_size": 100_000, "lr": 0.1}
     with deepnvme.OffloadedOptimizer(params, torch.optim.SGD, momentum=0.9, **options) as optimizer:
         optimizer.step()
 
@@ -174,7 +174,7 @@ def optimizer_step(path: Path) -> Iterator[Case]:
 @contextlib.contextmanager
 def training_step(path: Path) -> Iterator[Case]:
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=path, memory_budget=0) as training:
+    with OffloadedTraining(model, torch.optim.AdamW, path=path, memory_budget=0) as training:
 
         def step() -> None:
             training.run_micro_batches([lambda: model(torch.ones(2, 200)).square().mean()])

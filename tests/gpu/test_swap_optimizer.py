@@ -65,12 +65,12 @@ class Masters:
                 assert same_bits(state[key], self.optimizer.state[master][key])
 
 
-@pytest.mark.parametrize("dram_budget", [0, 120_000, 1 << 30])
+@pytest.mark.parametrize("memory_budget", [0, 120_000, 1 << 30])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_masters_in_memory(dtype: torch.dtype, dram_budget: int, device: torch.device, drive: Path) -> None:
+def test_the_bits_of_masters_in_memory(dtype: torch.dtype, memory_budget: int, device: torch.device, drive: Path) -> None:
     model = model_on(device, dtype)
     reference = Masters(model, **ADAM)
-    with optimizer_in(drive, model.parameters(), master_weights=True, dram_budget=dram_budget, **ADAM) as optimizer:
+    with optimizer_in(drive, model.parameters(), master_weights=True, memory_budget=memory_budget, **ADAM) as optimizer:
         for step in range(6):
             optimizer.zero_grad()
             backward(model, step)
@@ -88,7 +88,7 @@ def test_gradients_taken_in_backward(dtype: torch.dtype, devices: int, device: t
         pytest.skip("needs two CUDA devices")
     model, twin = (model_on(device, dtype, torch.device("cuda", devices - 1)) for _ in range(2))
     reference = Masters(twin, **ADAM)
-    options = {"offload_gradients": True, "master_weights": True, "dram_budget": 60_000}
+    options = {"offload_gradients": True, "master_weights": True, "memory_budget": 60_000}
     with optimizer_in(drive, model.parameters(), **options, **ADAM) as optimizer:
         for step in range(6):
             twin.zero_grad()
@@ -127,7 +127,7 @@ def test_states_are_loaded_to_parameters_on_the_device(device: torch.device, dri
     model, other = model_on(device, torch.bfloat16), model_on(device, torch.bfloat16)
     with (
         optimizer_in(drive / "a", model.parameters(), master_weights=True, **ADAM) as optimizer,
-        optimizer_in(drive / "b", other.parameters(), master_weights=True, dram_budget=1 << 30, **ADAM) as second,
+        optimizer_in(drive / "b", other.parameters(), master_weights=True, memory_budget=1 << 30, **ADAM) as second,
     ):
         for step in range(3):
             optimizer.zero_grad()

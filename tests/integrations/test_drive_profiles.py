@@ -37,13 +37,13 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def load_streamed(place: Path, config: AioConfig | None) -> None:
     for _ in range(2):  # with a new store, and with the one that is there
-        model = from_pretrained(place / "checkpoint", offload_dir=place / "store", kv_offload="nvme", aio_config=config)
+        model = from_pretrained(place / "checkpoint", path=place / "store", kv_offload="nvme", aio_config=config)
         models.tokens(model)
         model.streaming.close()
 
 
 def load_offloaded(place: Path, config: AioConfig | None) -> None:
-    integration.enable(config=config)
+    integration.enable(aio_config=config)
     try:
         for _ in range(2):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -58,7 +58,7 @@ def load_into_sglang(place: Path, config: AioConfig | None) -> None:
     from deepnvme.integrations.sglang import enable
 
     for reuse in (False, True):
-        enable(place, reuse=reuse, config=config)
+        enable(place, reuse=reuse, aio_config=config)
         ours = sys.modules["sglang.srt.utils.offloader"].create_offloader()  # type: ignore[attr-defined]
         ours.wrap_modules(iter(transformers.AutoModelForCausalLM.from_pretrained(place / "checkpoint").model.layers))
         ours.post_init()

@@ -32,11 +32,11 @@ def layers() -> nn.Module:
 
 
 def build(place: Path, config: AioConfig | None) -> None:
-    WeightStore.build(layers(), place / "store", config=config).close()
+    WeightStore.build(layers(), place / "store", aio_config=config).close()
 
 
 def open_built(place: Path, config: AioConfig | None) -> None:
-    WeightStore.open(place / "built", config=config).close()
+    WeightStore.open(place / "built", aio_config=config).close()
 
 
 def llama() -> Any:
@@ -91,7 +91,7 @@ def test_an_open_store_has_32_mib_in_flight_for_each_worker_unless_it_was_given_
     store_profile(drive, deep)
     with engines_made() as made:
         WeightStore.open([drive / "a", drive / "b"]).close()
-        WeightStore.open([drive / "a", drive / "b"], config=deep).close()
+        WeightStore.open([drive / "a", drive / "b"], aio_config=deep).close()
     assert made == [EngineSettings(4 << 20, 8, 1), EngineSettings(4 << 20, 64, 1)]
 
 

@@ -104,7 +104,7 @@ def optimizer_in(
     drive: Path, params: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any
 ) -> deepnvme.OffloadedOptimizer:
     """One of many small sub-groups."""
-    options = {"nvme_path": drive / "states", "sub_group_size": 4096, **options}
+    options = {"path": drive / "states", "sub_group_size": 4096, **options}
     return deepnvme.OffloadedOptimizer(params, optimizer_class, **options)
 
 

@@ -65,7 +65,7 @@ def trained(model, name=None, **options):
     # With a name of its own, a training in this process alone.
     together = {} if name else {"process_group": dist.group.WORLD}
     options = {"memory_budget": 1 << 18, **together, **ADAM, **options}
-    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive / (name or "together"), **options)
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive / (name or "together"), **options)
 
 
 def evaluate(model):

@@ -49,7 +49,7 @@ def train(model, optimizer, steps, clip=None):
 
 def offloaded(model, name="states", **options):
     return deepnvme.OffloadedOptimizer(
-        model.parameters(), torch.optim.AdamW, nvme_path=os.path.join(drive, name), sub_group_size=4096, **ADAM, **options
+        model.parameters(), torch.optim.AdamW, path=os.path.join(drive, name), sub_group_size=4096, **ADAM, **options
     )
 
 

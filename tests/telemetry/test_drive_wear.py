@@ -50,16 +50,16 @@ def test_as_text_it_says_what_is_written_and_at_which_pace() -> None:
         {},
         {"master_weights": True},
         {"offload_gradients": True},
-        {"dram_budget": 7 << 19},
-        {"dram_budget": 7 << 19, "offload_gradients": True},
-        {"dram_budget": 1 << 30},
+        {"memory_budget": 7 << 19},
+        {"memory_budget": 7 << 19, "offload_gradients": True},
+        {"memory_budget": 1 << 30},
     ],
     ids=str,
 )
 def test_an_optimizer_writes_what_it_has_estimated(drive: Path, options: dict[str, Any]) -> None:
     params = parameters(torch.bfloat16 if "master_weights" in options else torch.float32, shapes=[(1 << 18,), (512, 1024)])
     with deepnvme.OffloadedOptimizer(
-        params, torch.optim.AdamW, nvme_path=drive / "states", sub_group_size=1 << 17, **options
+        params, torch.optim.AdamW, path=drive / "states", sub_group_size=1 << 17, **options
     ) as optimizer:
         estimate = optimizer.estimate_writes()
         written = []
@@ -84,7 +84,7 @@ def test_an_optimizer_writes_what_it_has_estimated(drive: Path, options: dict[st
 def test_a_training_writes_what_it_has_estimated(drive: Path, options: dict[str, Any]) -> None:
     module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     with OffloadedTraining(
-        module, torch.optim.AdamW, nvme_path=drive, blocks=list(module), memory_budget=0, lr=1e-3, **options
+        module, torch.optim.AdamW, path=drive, blocks=list(module), memory_budget=0, lr=1e-3, **options
     ) as training:
         estimate = training.estimate_writes()
         for _ in range(3):
@@ -104,8 +104,8 @@ def test_a_training_writes_what_it_has_estimated(drive: Path, options: dict[str,
 
 def test_the_estimate_is_logged_before_the_first_step(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="deepnvme")
-    with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
+    with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, path=drive / "states") as optimizer:
         assert caplog.messages == [f"AdamW with its states in {drive}/states {optimizer.estimate_writes()}"]
     caplog.clear()
-    with OffloadedTraining(nn.Sequential(nn.Linear(8, 8)), torch.optim.AdamW, nvme_path=drive) as training:
+    with OffloadedTraining(nn.Sequential(nn.Linear(8, 8)), torch.optim.AdamW, path=drive) as training:
         assert caplog.messages == [f"the training in {drive} {training.estimate_writes()}"]

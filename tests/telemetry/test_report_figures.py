@@ -59,7 +59,7 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
 
 def test_the_pace_of_writing_is_that_from_step_to_step(drive: Path) -> None:
     params = parameters(shapes=[(1 << 16,)])
-    with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
+    with deepnvme.OffloadedOptimizer(params, torch.optim.AdamW, path=drive / "states") as optimizer:
         for step in range(3):
             give_gradients(params, step)
             optimizer.step()

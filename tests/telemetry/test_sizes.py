@@ -146,7 +146,7 @@ def test_what_is_automatic_leaves_room_for_the_sub_groups_in_flight(tmp_path: Pa
     pool = BufferPool("4MiB")
     weight = torch.nn.Parameter(torch.ones(1 << 20))  # 8 MiB of states: not all can stay in memory
     optimizer = OffloadedOptimizer(
-        [weight], torch.optim.AdamW, nvme_path=tmp_path, dram_budget="auto", sub_group_size=1 << 16, pool=pool
+        [weight], torch.optim.AdamW, path=tmp_path, memory_budget="auto", sub_group_size=1 << 16, pool=pool
     )
     try:
         weight.grad = torch.ones(1 << 20)

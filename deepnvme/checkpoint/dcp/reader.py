@@ -81,7 +81,7 @@ class NVMeReader(FileSystemReader):
             False lets torch's planner unpickle anything, which can run code of the checkpoint's writer. None (the
             default) is True unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, as for :func:`load`.
             TORCH_FORCE_WEIGHTS_ONLY_LOAD makes it True in any case.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
         *args: As for ``FileSystemReader``.
         **kwargs: As for ``FileSystemReader``.
 
@@ -101,12 +101,12 @@ class NVMeReader(FileSystemReader):
     """(path, version) of the metadata file that was read; None before :meth:`read_metadata`."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, config: AioConfig | None = None,
+        self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, aio_config: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(path, *args, **kwargs)
         self._weights_only = resolve_weights_only(weights_only)
-        self._aio_config = config
+        self._aio_config = aio_config
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch 2.9 passes rank= if the signature has "kwargs"
         """Read the checkpoint's metadata. Called by ``dcp.load``. Blocks.

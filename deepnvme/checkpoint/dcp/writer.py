@@ -69,7 +69,7 @@ class NVMeWriter(FileSystemWriter):
 
     Args:
         path: Directory of the checkpoint.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
             The process that ``dcp.async_save`` may write in has these settings too.
         *args: As for ``FileSystemWriter``.
         **kwargs: As for ``FileSystemWriter``.
@@ -79,9 +79,9 @@ class NVMeWriter(FileSystemWriter):
             Only torch's own writers support these.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *args: Any, config: AioConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], *args: Any, aio_config: AioConfig | None = None, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
-        self._aio_config = config  # not the engine: a writer can be pickled, to go to another process
+        self._aio_config = aio_config  # not the engine: a writer can be pickled, to go to another process
         extensions = getattr(getattr(self, "transforms", None), "extensions", ())  # since torch 2.7, as is the format
         if extensions or getattr(getattr(self, "serialization_format", None), "name", "") == "SAFETENSORS":
             raise ValueError(f"NVMeWriter writes neither with extensions nor safetensors: {_TORCHS}")
@@ -142,7 +142,7 @@ class NVMeWriter(FileSystemWriter):
 
     def _publish(self, image: FileImage, path: Path) -> None:
         """Write an image to a temporary file, and rename that to ``path`` when it is complete. Blocks."""
-        destination = Destination(path, self.sync_files, config=self._aio_config)
+        destination = Destination(path, self.sync_files, aio_config=self._aio_config)
         engine = destination.engine()
         destination.publish(engine, image.nbytes, lambda file: write(image, file, engine, buffer_pool()))
 

@@ -40,9 +40,9 @@ class NVMeCheckpointEngine:
 
     Args:
         config_params: DeepSpeed's configuration, which DeepSpeed passes to all of its checkpoint engines. An ``aio`` block in
-            its JSON is used if ``config`` is None.
+            its JSON is used if ``aio_config`` is None.
         fsync: Whether to put files on stable storage: see :func:`deepnvme.save`.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         ValueError: If the ``aio`` block has an invalid value.
@@ -50,9 +50,9 @@ class NVMeCheckpointEngine:
 
     name = "NVMeCheckpointEngine"
 
-    def __init__(self, config_params: Any = None, *, fsync: bool = True, config: AioConfig | None = None) -> None:
+    def __init__(self, config_params: Any = None, *, fsync: bool = True, aio_config: AioConfig | None = None) -> None:
         self._fsync = fsync
-        self._config = _aio_block(config_params) if config is None else config
+        self._config = _aio_block(config_params) if aio_config is None else aio_config
 
     def create(self, info: CommitInfo) -> None:
         """Do nothing. Called when saving a checkpoint begins."""
@@ -63,7 +63,7 @@ class NVMeCheckpointEngine:
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
         """Save a checkpoint file. Blocks until it is complete and, with ``fsync``, on stable storage."""
-        save(state_dict, path, fsync=self._fsync, config=self._config)
+        save(state_dict, path, fsync=self._fsync, aio_config=self._config)
 
     def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
         """Load a checkpoint file, and return the saved object. Blocks.
@@ -71,7 +71,7 @@ class NVMeCheckpointEngine:
         Objects of any class are unpickled, because DeepSpeed's checkpoints have them. Unpickling can run code: load only files
         that you trust.
         """
-        return load(path, map_location, weights_only=False, config=self._config)
+        return load(path, map_location, weights_only=False, aio_config=self._config)
 
     def commit(self, info: CommitInfo) -> bool:
         """Put the names of the checkpoint's directories on stable storage, and return True. Blocks.

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
@@ -67,19 +68,20 @@ class save_on_disk:
             tensor that is larger takes more. Or "8GB", "25%", "auto", see :data:`deepnvme.memory.MemoryBudget`: shares are of the
             memory available when the first of the objects that share the files is entered.
         min_bytes: Tensors that span fewer bytes stay in memory, and do not count for the budget; or a size such as "1MiB".
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
         TypeError, ValueError: If no path is given, or ``memory_budget`` or ``min_bytes`` is not a number of bytes, or negative.
     """
 
+    @former_names(config="aio_config")
     def __init__(
         self,
         path: AnyPath | Iterable[AnyPath],
         *,
         memory_budget: MemoryBudget = _MEMORY_BUDGET,
         min_bytes: ByteCount = MIN_BYTES,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
     ) -> None:
         budget_bytes(memory_budget, "memory_budget")
         self._memory_budget = memory_budget
@@ -88,7 +90,7 @@ class save_on_disk:
         if not paths or not all(map(os.fspath, paths)):
             raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
-        self._config = config
+        self._config = aio_config
         self._open = _OpenContexts()
         self._saved_elsewhere: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
         """Returns the object that autograd keeps in place of a tensor that is on a drive already, such as a training's parameter.

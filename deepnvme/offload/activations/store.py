@@ -108,13 +108,13 @@ class ActivationStore:
     Args:
         paths: Directories, on one or several drives.
         memory_budget: Most bytes in memory, except for what autograd itself keeps.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
 
     Raises:
         OSError: From creating and opening files.
     """
 
-    def __init__(self, paths: Sequence[Path], memory_budget: int, config: AioConfig | None) -> None:
+    def __init__(self, paths: Sequence[Path], memory_budget: int, aio_config: AioConfig | None) -> None:
         self.closed = False
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -129,7 +129,7 @@ class ActivationStore:
         self._ending: deque[SavedBytes] = deque()  # dropped, and perhaps in transfer
         self._saves = 0
         self._step = StepCounts()
-        self._engine = engine_for(list(paths), config)
+        self._engine = engine_for(list(paths), aio_config)
         try:
             self._store, self._directories = open_own_store(paths, _PREFIX, self._engine, DirectoryOwner("save_on_disk"))
         except BaseException:

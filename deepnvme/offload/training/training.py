@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.saving import save
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
@@ -81,7 +82,7 @@ class _OptimizerOptions(Optimizer):
 class OffloadedTraining:
     """Trains a model whose parameters, gradients and optimizer states are on a drive, in plain PyTorch.
 
-    >>> training = OffloadedTraining(model, torch.optim.AdamW, nvme_path="/mnt/nvme", lr=1e-4)
+    >>> training = OffloadedTraining(model, torch.optim.AdamW, path="/mnt/nvme", lr=1e-4)
     >>> for batch in loader:
     ...     loss = training.step(batch)
 
@@ -108,7 +109,7 @@ class OffloadedTraining:
             transformers model's ``_init_weights``, one block at a time. From then on the parameters get their values from the
             drive. If the drive fails meanwhile, make the model anew.
         optimizer_class: A torch optimizer that steps each parameter by itself.
-        nvme_path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
+        path: Directory on the drive, created if it is missing; or several, over which blocks are striped.
         blocks: The modules whose parameters are read and dropped together. None: the layers, and large modules beside them. Names
             of modules, or patterns such as "model.layers.*.mlp": blocks in addition to those. Modules: only these are blocks. A
             parameter belongs to the innermost block around it. One that several blocks use, or that the model uses outside of
@@ -143,7 +144,7 @@ class OffloadedTraining:
             other batches, whose gradients are averaged, and has a shard of each block on its own drive. All must make the same
             calls and run the same modules. They begin with the parameters and buffers of the first process. The optimizer must
             work element by element, as AdamW and SGD do. None for one process.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
         **optimizer_kwargs: Keyword arguments of ``optimizer_class``.
 
     Raises:
@@ -153,12 +154,13 @@ class OffloadedTraining:
         OSError: If the drive or the checkpoint cannot be read, or the drive cannot be written.
     """
 
+    @former_names(nvme_path="path", config="aio_config")
     def __init__(
         self,
         model: nn.Module,
         optimizer_class: type[Optimizer],
         *,
-        nvme_path: AnyPath | Sequence[AnyPath],
+        path: AnyPath | Sequence[AnyPath],
         blocks: Iterable[nn.Module | str] | None = None,
         checkpoint: Checkpoint | None = None,
         memory_budget: MemoryBudget = 1 << 30,
@@ -172,7 +174,7 @@ class OffloadedTraining:
         max_norm: float | None = None,
         param_groups: Iterable[dict[str, Any]] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
@@ -211,9 +213,9 @@ class OffloadedTraining:
             stay = parameters == "memory"
             budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
             limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several)
-            given = [nvme_path] if isinstance(nvme_path, str | bytes | os.PathLike) else nvme_path
+            given = [path] if isinstance(path, str | bytes | os.PathLike) else path
             paths = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
-            self._drive = BlocksOnDrive(paths, config, self._owner, limit)
+            self._drive = BlocksOnDrive(paths, aio_config, self._owner, limit)
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
@@ -225,13 +227,13 @@ class OffloadedTraining:
             self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
             self._saver = None
             if activations != "memory":
-                self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, config=config)
+                self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, aio_config=aio_config)
                 self._saver.leave_out(self._trained.uses.saved)
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
             try:
                 self._to_drive(initial, stay)
                 self._ranks.meet()  # the first one that is done does not go on before all are
-                _logger.info("the training in %s %s", printable(nvme_path), self.estimate_writes())
+                _logger.info("the training in %s %s", printable(path), self.estimate_writes())
             except BaseException:
                 self.close()
                 raise

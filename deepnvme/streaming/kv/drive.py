@@ -83,13 +83,13 @@ class KVChunkStore:
         path: Directory in which the cache creates its own subdirectory.
         layers: Number of layers.
         prefetch: Number of layers whose chunks are read ahead.
-        config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], layers: int, prefetch: int, config: AioConfig | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], layers: int, prefetch: int, aio_config: AioConfig | None = None) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
-        self.engine = engine_for([path], config)
+        self.engine = engine_for([path], aio_config)
         """The engine of the store."""
         self._prefetch = prefetch
         self.pool = BufferPool(_WRITING)

@@ -34,7 +34,7 @@ def opened_or_built(
     where: Sequence[Path],
     origin: Mapping[str, Any],
     build: Callable[[Path], WeightStore],
-    config: AioConfig | None = None,
+    aio_config: AioConfig | None = None,
 ) -> WeightStore:
     """Open the weight store in the directories, or build it if there is none. Blocks.
 
@@ -45,7 +45,7 @@ def opened_or_built(
         origin: The facts about the checkpoint that the store's origin must have, as JSON.
         build: Builds and opens the store. Its argument is a temporary directory inside the store's first one, which may contain
             files of a process that was killed.
-        config: Settings of the engine that opens the store; None for the profile of the drive.
+        aio_config: Settings of the engine that opens the store; None for the profile of the drive.
 
     Raises:
         ValueError: If the directories have a store of another origin; the message names the differences.
@@ -56,19 +56,19 @@ def opened_or_built(
     first = where[0]
     if (first / MANIFEST_NAME).exists():  # opening where nothing is would lock the directory against a process about to build
         try:
-            store = open_existing(where, origin, config)
+            store = open_existing(where, origin, aio_config)
         except StoreLocked:
             store = None
         if store is not None:
             return store
     owner = _alone_in(first / BUILDING)
     try:
-        return open_existing(where, origin, config) or build(first / BUILDING)
+        return open_existing(where, origin, aio_config) or build(first / BUILDING)
     finally:
         owner.release()
 
 
-def open_existing(where: Sequence[Path], origin: Mapping[str, Any], config: AioConfig | None = None) -> WeightStore | None:
+def open_existing(where: Sequence[Path], origin: Mapping[str, Any], aio_config: AioConfig | None = None) -> WeightStore | None:
     """Open the weight store in the directories; return None if there is none. Arguments are those of :func:`opened_or_built`.
 
     Raises:
@@ -76,7 +76,7 @@ def open_existing(where: Sequence[Path], origin: Mapping[str, Any], config: AioC
         Exception: What :meth:`WeightStore.open` raises otherwise.
     """
     try:
-        store = WeightStore.open(where, config=config)
+        store = WeightStore.open(where, aio_config=aio_config)
     except FileNotFoundError:
         return None
     try:

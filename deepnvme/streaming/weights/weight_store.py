@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
@@ -95,6 +96,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
     # Building and opening.
 
     @classmethod
+    @former_names(config="aio_config")
     def build(
         cls,
         model_or_checkpoint: Given,
@@ -106,7 +108,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         dtype: torch.dtype | None = None,
         progress: ProgressOption = None,
         origin: str = "",
-        config: AioConfig | None = None,
+        aio_config: AioConfig | None = None,
     ) -> WeightStore:
         """Write a model's or checkpoint's weights to one or several directories as a new store, and open it. Blocks.
 
@@ -130,7 +132,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
                 for one from the beginning, False for none; or a function that is called with the bytes written so far and
                 the bytes in all.
             origin: Text to keep in the store about the source of its weights.
-            config: Settings of the engine; None for the profile of the drives, see :func:`deepnvme.engine_for`.
+            aio_config: Settings of the engine; None for the profile of the drives, see :func:`deepnvme.engine_for`.
                 The drives are those of the directories and of the files that the weights are read from.
 
         Raises:
@@ -141,7 +143,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             StoreLocked: If a directory is in use.
             ValueError: If an argument is out of range, a file is not a readable checkpoint, or a value cannot be quantised.
             UnpicklingError: If a .pt file holds anything but tensors.
-            TypeError: If ``model_or_checkpoint`` has no weights, or ``config`` is not an AioConfig.
+            TypeError: If ``model_or_checkpoint`` has no weights, or ``aio_config`` is not an AioConfig.
             OSError: ENOSPC, before anything is written, if there is not enough space; otherwise from reading and writing.
         """
         if quantize is not None and quantize not in SCHEMES:
@@ -152,7 +154,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
         where = as_directories(path)
         places = [*where, *_read_from(model_or_checkpoint)]
-        with engine_for(places, config) as engine, contextlib.closing(OpenFiles(engine)) as files:
+        with engine_for(places, aio_config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
             structure, names = structure_for(source, tree, blocks)
@@ -161,15 +163,16 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
             with shown_progress(progress, f"building {where[0]}") as report:
                 build(builders, source, manifest, where, engine, report)
-        return cls.open(path, config=config)
+        return cls.open(path, aio_config=aio_config)
 
     @classmethod
-    def open(cls, path: Directories, *, config: AioConfig | None = None) -> WeightStore:
+    @former_names(config="aio_config")
+    def open(cls, path: Directories, *, aio_config: AioConfig | None = None) -> WeightStore:
         """Open a weight store that was built before. The checksum of each extent is checked when it is read for the first time.
 
         Args:
             path: All directories of the store.
-            config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`. With None,
+            aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`. With None,
                 each worker has at most 32 MiB in flight, so that extents are read one after the other.
 
         Raises:
@@ -178,11 +181,11 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             CorruptManifest: If the manifest of the weights is damaged.
             CorruptExtent: If an extent is missing or has the wrong size.
             StoreLocked: If the store is being built.
-            TypeError: If ``config`` is not an AioConfig.
-            OSError: If the kernel refuses the backend that ``config`` names, or a directory cannot be read.
+            TypeError: If ``aio_config`` is not an AioConfig.
+            OSError: If the kernel refuses the backend that ``aio_config`` names, or a directory cannot be read.
         """
         directories = as_directories(path)
-        engine = engine_for(directories, config, _IN_FLIGHT_BYTES)
+        engine = engine_for(directories, aio_config, _IN_FLIGHT_BYTES)
         tensors = None
         try:
             owner = DirectoryOwner("WeightStore", "call its close(), or that of the stream that has it (model.streaming)")

@@ -111,7 +111,7 @@ class RoundTrips:
         in_memory, offloaded = parameters(), parameters()
         expected = torch.optim.AdamW(in_memory, lr=1e-2)
         optimizer = deepnvme.OffloadedOptimizer(
-            offloaded, torch.optim.AdamW, nvme_path=self.directory / "states", sub_group_size=4096, lr=1e-2
+            offloaded, torch.optim.AdamW, path=self.directory / "states", sub_group_size=4096, lr=1e-2
         )
         try:
             for step in range(3):
@@ -134,7 +134,7 @@ class RoundTrips:
         expected = torch.optim.AdamW(model.parameters(), lr=1e-2)
         batch = torch.linspace(-1, 1, 4096 * 100).reshape(4096, 100)
         options: dict[str, Any] = {"memory_budget": "1MiB", "activations": "nvme", "activation_budget": 0}
-        with OffloadedTraining(mine, torch.optim.AdamW, nvme_path=self.directory / "training", lr=1e-2, **options) as training:
+        with OffloadedTraining(mine, torch.optim.AdamW, path=self.directory / "training", lr=1e-2, **options) as training:
             for _ in range(3):
                 training.step(batch)
                 expected.zero_grad()

@@ -101,7 +101,7 @@ def test_an_aio_block_gives_the_settings_where_none_are_given(
     used: list[deepnvme.Engine] = []
     opened = deepnvme.Engine.open
     monkeypatch.setattr(deepnvme.Engine, "open", lambda self, *rest, **more: used.append(self) or opened(self, *rest, **more))
-    engine = NVMeCheckpointEngine(DeepSpeedConfig(**json), config=config)
+    engine = NVMeCheckpointEngine(DeepSpeedConfig(**json), aio_config=config)
     engine.save({"t": torch.ones(3)}, drive / "file")
     engine.load(drive / "file")
     wanted = expected or default_settings(drive_of(drive))

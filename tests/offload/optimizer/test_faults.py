@@ -48,7 +48,7 @@ def pair(request: pytest.FixtureRequest, drive: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "masters"])
-@pytest.mark.parametrize("options", [{}, {"dram_budget": 40_000}, {"offload_gradients": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 40_000}, {"offload_gradients": True}], ids=str)
 @pytest.mark.parametrize(("operation", "before"), [("write", 0), ("read", 3), ("write", 3)])
 def test_whichever_transfer_fails_the_next_step_finishes_the_one_that_failed(
     drive: Path, precision: str, before: int, operation: str, options: dict[str, Any]
@@ -73,7 +73,7 @@ def test_whichever_transfer_fails_the_next_step_finishes_the_one_that_failed(
             else:
                 pair.is_as_before(error)
             number += 1
-        in_memory = "dram_budget" in options  # all that is read: the last step has left the rest there
+        in_memory = "memory_budget" in options  # all that is read: the last step has left the rest there
         assert number >= (2 if operation == "write" else 1 if before and not in_memory else 0)
         assert left or number < 2
 
@@ -324,7 +324,7 @@ class Failing(Lion):
 
 
 @pytest.mark.parametrize("precision", ["float32", "masters"])
-@pytest.mark.parametrize("options", [{}, {"dram_budget": 1 << 40}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 1 << 40}], ids=str)
 def test_an_exception_of_the_optimizer_before_it_has_changed_a_sub_group_costs_nothing(
     drive: Path, precision: str, options: dict[str, Any]
 ) -> None:
@@ -363,11 +363,11 @@ def test_a_sub_group_that_raised_midway_is_read_again_from_the_drive(drive: Path
 
 
 @pytest.mark.parametrize("precision", ["float32", "masters"])
-@pytest.mark.parametrize("options", [{}, {"dram_budget": 40_000}, {"offload_gradients": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 40_000}, {"offload_gradients": True}], ids=str)
 def test_ctrl_c_while_a_step_waits_leaves_it_to_be_finished(drive: Path, precision: str, options: dict[str, Any]) -> None:
     with Pair(drive, precision, **options) as pair:
         pair.step(2)
-        for operation in ("write",) if "dram_budget" in options else ("read", "write"):  # all else stays in memory
+        for operation in ("write",) if "memory_budget" in options else ("read", "write"):  # all else stays in memory
             pair.give_gradients()
             with ctrl_c_in_a_wait_for(operation), pytest.raises(KeyboardInterrupt) as caught:
                 pair.optimizer.step()
@@ -378,7 +378,7 @@ def test_ctrl_c_while_a_step_waits_leaves_it_to_be_finished(drive: Path, precisi
     ("operation", "options", "call"),
     [
         ("read", {"offload_gradients": True}, lambda pair: pair.optimizer.clip_grad_norm_(1e6)),
-        ("write", {"dram_budget": 1 << 40}, lambda pair: pair.optimizer.state_dict()),
+        ("write", {"memory_budget": 1 << 40}, lambda pair: pair.optimizer.state_dict()),
         ("write", {"offload_gradients": True}, lambda pair: (pair.optimizer.zero_grad(), backward(pair.params, pair.steps))),
     ],
     ids=["clip_grad_norm_", "state_dict", "backward after zero_grad"],
@@ -539,7 +539,7 @@ def test_tied_weights_are_one_parameter(drive: Path) -> None:
         model[2].weight = model[0].weight
         models.append(model)
     plain = torch.optim.AdamW(models[0].parameters())
-    with deepnvme.OffloadedOptimizer(models[1].parameters(), torch.optim.AdamW, nvme_path=drive / "states") as optimizer:
+    with deepnvme.OffloadedOptimizer(models[1].parameters(), torch.optim.AdamW, path=drive / "states") as optimizer:
         for step in range(3):
             for each, model in zip((plain, optimizer), models, strict=True):
                 torch.manual_seed(step)
@@ -558,7 +558,7 @@ def test_sparse_gradients_are_stepped_whole_and_refused_where_cut_before_anythin
         for _ in range(3):
             pair.plain[0].grad, pair.params[0].grad = gradient(), gradient()
             pair.step_both()
-    with Pair(drive, "float32", torch.optim.Adagrad, {}, [(4096,), (4096,), (300, 41)], dram_budget=50_000) as pair:
+    with Pair(drive, "float32", torch.optim.Adagrad, {}, [(4096,), (4096,), (300, 41)], memory_budget=50_000) as pair:
         pair.step(2)
         pair.give_gradients()
         pair.params[2].grad = gradient()
@@ -586,7 +586,7 @@ def test_another_process_in_the_directory_is_refused_and_told_whose_it_is(drive:
             import deepnvme
             params = [torch.nn.Parameter(torch.ones(3))]
             try:
-                deepnvme.OffloadedOptimizer(params, torch.optim.Adam, nvme_path={str(drive / "states")!r})
+                deepnvme.OffloadedOptimizer(params, torch.optim.Adam, path={str(drive / "states")!r})
             except OSError as error:
                 print(type(error).__name__, error)
             """
@@ -597,7 +597,7 @@ def test_another_process_in_the_directory_is_refused_and_told_whose_it_is(drive:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "masters"])
-@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"dram_budget": 60_000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload_gradients": True}, {"memory_budget": 60_000}], ids=str)
 def test_the_smallest_budget_that_is_taken_is_enough(drive: Path, precision: str, options: dict[str, Any]) -> None:
     low, high = 0, 1 << 22
     while high - low > 4096:
@@ -623,7 +623,7 @@ def test_what_a_child_does_with_its_parents_optimizer_says_so(drive: Path, inter
         import os, deepnvme
         model = torch.nn.Linear(100, 100)
         torch.set_num_threads(1)
-        optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, nvme_path={str(drive / "states")!r})
+        optimizer = deepnvme.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, path={str(drive / "states")!r})
         model(torch.ones(100)).sum().backward()
         optimizer.step()
         before = model.weight.detach().clone()

@@ -24,7 +24,7 @@ def test_training_and_checkpoints_are_those_of_fsdp_with_states_in_memory(drive:
 
         model, other = sharded(), sharded()
         plain = torch.optim.AdamW(model.parameters(), **ADAM)
-        optimizer = offloaded(other, dram_budget=50_000)
+        optimizer = offloaded(other, memory_budget=50_000)
         assert train(other, optimizer, range(10)) == train(model, plain, range(10))
         assert_same(other, model)
         assert os.listdir(os.path.join(drive, "states", f"rank{rank}"))
@@ -79,7 +79,7 @@ def test_gradients_are_offloaded_and_master_weights_kept(drive: Path, interprete
         plain = torch.optim.AdamW(model.parameters(), **ADAM)
         expected = train(model, plain, range(5))
         other = sharded()
-        with offloaded(other, dram_budget=30_000, offload_gradients=True) as optimizer:
+        with offloaded(other, memory_budget=30_000, offload_gradients=True) as optimizer:
             assert train(other, optimizer, range(5)) == expected
             assert_same(other, model)
 
@@ -116,7 +116,7 @@ def test_a_step_that_fails_on_one_rank_raises_on_all_and_all_finish_it(drive: Pa
         def fail(*arguments):
             raise OSError(5, "as asked for")
 
-        for options in ({}, {"dram_budget": 1 << 40}, {"offload_gradients": True}):
+        for options in ({}, {"memory_budget": 1 << 40}, {"offload_gradients": True}):
             model, other = sharded(), sharded()
             plain = torch.optim.AdamW(model.parameters(), **ADAM)
             with offloaded(other, **options) as optimizer:
@@ -125,7 +125,7 @@ def test_a_step_that_fails_on_one_rank_raises_on_all_and_all_finish_it(drive: Pa
                 for unable in (0, 1):
                     step = 2 + unable
                     train(model, plain, [step])
-                    in_memory = "dram_budget" in options
+                    in_memory = "memory_budget" in options
                     fault = mock.patch.object(torch.optim.AdamW, "step", fail) if in_memory else failing("read", 0)
                     def fail_first(_, optimizer):
                         try:

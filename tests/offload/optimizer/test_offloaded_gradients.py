@@ -28,10 +28,10 @@ optimizer_in = functools.partial(training.optimizer_in, offload_gradients=True, 
 PairOffloading = functools.partial(Pair, shapes=SHAPES, offload_gradients=True)
 
 
-@pytest.mark.parametrize("dram_budget", [0, 150_000, 1 << 40])
+@pytest.mark.parametrize("memory_budget", [0, 150_000, 1 << 40])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "masters"])
-def test_the_same_bits_with_several_backwards_and_clipping(precision: str, dram_budget: int, drive: Path) -> None:
-    with PairOffloading(drive, precision, dram_budget=dram_budget) as pair:
+def test_the_same_bits_with_several_backwards_and_clipping(precision: str, memory_budget: int, drive: Path) -> None:
+    with PairOffloading(drive, precision, memory_budget=memory_budget) as pair:
         for step in range(6):
             pair.zero_grad()
             for number in range(1 + step % 3):
@@ -90,7 +90,7 @@ def test_after_clipping_only_zero_grad_lets_gradients_come(drive: Path) -> None:
 
 
 def test_a_step_that_fails_keeps_them_for_the_next_try(drive: Path) -> None:
-    with PairOffloading(drive, dram_budget=60_000) as pair:
+    with PairOffloading(drive, memory_budget=60_000) as pair:
         number = 0
         for step in range(40):
             pair.backward()

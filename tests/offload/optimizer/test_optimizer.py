@@ -82,7 +82,7 @@ def test_many_steps_give_the_bits_of_the_optimizer_in_memory(name: str, precisio
     steps = STEPS if precision != "bfloat16" else 15
     shapes = [shape for shape in SHAPES if shape != (0,) or optimizer_class is not torch.optim.Adafactor]  # it divides by that
     budget = BUDGETS[(list(OPTIMIZERS).index(name) + len(precision)) % 3]
-    with Pair(drive, precision, optimizer_class, options, shapes, dram_budget=budget) as pair:
+    with Pair(drive, precision, optimizer_class, options, shapes, memory_budget=budget) as pair:
         pair.step(steps)
         pair.check()
 
@@ -156,12 +156,12 @@ class InNewPlaces(torch.optim.Optimizer):
                     param.sub_(update, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("dram_budget", [0, 1 << 40])
+@pytest.mark.parametrize("memory_budget", [0, 1 << 40])
 @pytest.mark.parametrize("precision", ["float32", "masters"])
 @pytest.mark.parametrize("way", ["swapped", "shifted", "transposed", "parameter and state"])
-def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, precision: str, dram_budget: int, drive: Path) -> None:
+def test_tensors_that_an_optimizer_puts_in_each_others_places(way: str, precision: str, memory_budget: int, drive: Path) -> None:
     shapes = [(40, 40), (500,), (7,), (1,), (70, 60)]
-    with Pair(drive, precision, InNewPlaces, {"way": way}, shapes, dram_budget=dram_budget) as pair:
+    with Pair(drive, precision, InNewPlaces, {"way": way}, shapes, memory_budget=memory_budget) as pair:
         pair.step(5)
         pair.check()
 
@@ -221,7 +221,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], after_ba
 
 def test_states_striped_over_directories(drive: Path) -> None:
     path = [drive / "a", drive / "b"]
-    with Pair(drive, shapes=[(1200, 1000)], nvme_path=path, sub_group_size=1 << 22) as pair:
+    with Pair(drive, shapes=[(1200, 1000)], path=path, sub_group_size=1 << 22) as pair:
         pair.step(3)
         pair.check()
         sizes = [(directory / "deepnvme-store.data").stat().st_size for directory in path]
@@ -229,7 +229,7 @@ def test_states_striped_over_directories(drive: Path) -> None:
     assert not any(directory.exists() for directory in path)
 
 
-@pytest.mark.parametrize("options", [{}, {"dram_budget": 60_000}, {"offload_gradients": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 60_000}, {"offload_gradients": True}], ids=str)
 def test_groups_with_options_of_their_own_a_scheduler_clipping_and_a_group_added_midway(
     options: dict[str, Any], drive: Path
 ) -> None:
@@ -265,7 +265,7 @@ def test_groups_with_options_of_their_own_a_scheduler_clipping_and_a_group_added
         assert norms[0] == norms[1]
         assert_same(offloaded.parameters(), model.parameters())
         assert_same_state(optimizer.state_dict(), plain.state_dict())
-        assert optimizer.report().resident_bytes <= options.get("dram_budget", 0)
+        assert optimizer.report().resident_bytes <= options.get("memory_budget", 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"offload_gradients": True}], ids=str)
@@ -343,10 +343,10 @@ def test_hooks_of_it_and_of_all_optimizers_are_called_once_a_step(drive: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dram_budget", BUDGETS)
-def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int, drive: Path) -> None:
+@pytest.mark.parametrize("memory_budget", BUDGETS)
+def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(memory_budget: int, drive: Path) -> None:
     """Its tensors are mapped from files, and untouched pages of those would show what is written there later."""
-    with Pair(drive, dram_budget=dram_budget) as pair:
+    with Pair(drive, memory_budget=memory_budget) as pair:
         taken = []
         for step in range(9):
             pair.step()
@@ -363,7 +363,7 @@ def test_a_state_dict_stays_as_it_is_when_the_optimizer_goes_on(dram_budget: int
 
 
 def test_a_plain_optimizer_on_the_states_of_an_offloaded_one_goes_its_own_way(drive: Path) -> None:
-    with Pair(drive, dram_budget=60_000) as pair:
+    with Pair(drive, memory_budget=60_000) as pair:
         pair.step(3)
         others, states = parameters(), pair.optimizer.state_dict()
         with torch.no_grad():
@@ -420,7 +420,7 @@ def test_states_go_from_the_plain_optimizer_and_back(name: str, budgets: tuple[i
             optimizer: Any = (
                 optimizer_class(params, **more)
                 if kind == "plain"
-                else stack.enter_context(optimizer_in(drive, params, optimizer_class, dram_budget=budget, **more))
+                else stack.enter_context(optimizer_in(drive, params, optimizer_class, memory_budget=budget, **more))
             )
             if saved is not None:
                 optimizer.load_state_dict(saved)
@@ -442,7 +442,7 @@ def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> 
         straight, params = parameters(torch.bfloat16), parameters(torch.bfloat16, seed=1)
         with (
             optimizer_in(drive / "a", straight, torch.optim.AdamW, master_weights=True, **ADAM) as first,
-            optimizer_in(drive / "b", params, torch.optim.AdamW, master_weights=True, dram_budget=60_000, **ADAM) as second,
+            optimizer_in(drive / "b", params, torch.optim.AdamW, master_weights=True, memory_budget=60_000, **ADAM) as second,
         ):
             for step in range(3):
                 give_gradients(straight, step)
@@ -467,10 +467,10 @@ def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> 
             assert_same(params, straight)
 
 
-@pytest.mark.parametrize("dram_budget", BUDGETS)
-def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, drive: Path) -> None:
+@pytest.mark.parametrize("memory_budget", BUDGETS)
+def test_weights_that_others_have_changed_are_the_new_masters(memory_budget: int, drive: Path) -> None:
     """What the change leaves as it was keeps its precision. One of them has no gradient then, and its change waits."""
-    with Pair(drive, "masters", dram_budget=dram_budget) as pair:
+    with Pair(drive, "masters", memory_budget=memory_budget) as pair:
         pair.step(3)
         for index in (0, 6):
             weights = torch.randn(pair.plain[index].shape, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -484,7 +484,7 @@ def test_weights_that_others_have_changed_are_the_new_masters(dram_budget: int, 
 
 
 def test_a_state_that_cannot_be_loaded_leaves_all_as_it_was(drive: Path) -> None:
-    with Pair(drive, dram_budget=60_000) as pair:
+    with Pair(drive, memory_budget=60_000) as pair:
         pair.step(2)
         optimizer, reference = pair.optimizer, pair.reference
         bad = copied(reference.state_dict())
@@ -535,8 +535,8 @@ def test_memory_does_not_grow_by_the_states_that_are_saved_or_loaded(drive: Path
 
         params = [torch.nn.Parameter(torch.ones(1 << 21)) for _ in range(8)]  # 128 MiB of states
         optimizer = deepnvme.OffloadedOptimizer(
-            params, torch.optim.AdamW, nvme_path={str(drive / "states")!r}, sub_group_size=1 << 18, fused=True,
-            dram_budget=16 << 20, pool=deepnvme.swap.BufferPool(64 << 20),
+            params, torch.optim.AdamW, path={str(drive / "states")!r}, sub_group_size=1 << 18, fused=True,
+            memory_budget=16 << 20, pool=deepnvme.swap.BufferPool(64 << 20),
         )
         for param in params:
             param.grad = torch.ones_like(param)
@@ -585,7 +585,7 @@ def test_a_report_that_adds_up(drive: Path) -> None:
 def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
     params = parameters()
     states = 2 * 4 * sum(param.numel() for param in params)
-    with optimizer_in(drive, params, torch.optim.AdamW, dram_budget=1 << 40) as optimizer:
+    with optimizer_in(drive, params, torch.optim.AdamW, memory_budget=1 << 40) as optimizer:
         for step in range(4):
             give_gradients(params, step)
             optimizer.step()
@@ -626,20 +626,20 @@ def test_an_optimizer_that_owns_files_cannot_be_copied(drive: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"nvme_path": None}, TypeError, "nvme_path must be a directory, or several, got None"),
-        ({"nvme_path": [3]}, TypeError, "nvme_path must be a directory, .*, got 3 in it"),
-        ({"nvme_path": {"a": "1GB"}}, TypeError, "nvme_path must be a directory, or several, got {'a': '1GB'}"),
-        ({"nvme_path": ""}, ValueError, "nvme_path must not be empty"),
+        ({"path": None}, TypeError, "path must be a directory, or several, got None"),
+        ({"path": [3]}, TypeError, "path must be a directory, .*, got 3 in it"),
+        ({"path": {"a": "1GB"}}, TypeError, "path must be a directory, or several, got {'a': '1GB'}"),
+        ({"path": ""}, ValueError, "path must not be empty"),
         ({"optimizer_class": "AdamW"}, TypeError, "optimizer_class must be a torch optimizer's class.* got 'AdamW'"),
         ({"sub_group_size": "1MB"}, TypeError, "sub_group_size must be a whole number of elements, got '1MB'"),
         ({"sub_group_size": 0}, ValueError, "sub_group_size must be positive, got 0"),
-        ({"dram_budget": -1}, ValueError, "dram_budget must not be negative, got -1"),
+        ({"memory_budget": -1}, ValueError, "memory_budget must not be negative, got -1"),
         ({"optimizer_class": torch.optim.LBFGS}, ValueError, "LBFGS evaluates the loss several times a step"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], said: str, drive: Path) -> None:
-    given: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "nvme_path": drive / "states", **options}
+    given: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "path": drive / "states", **options}
     with pytest.raises(error, match=said):
         deepnvme.OffloadedOptimizer(parameters(), **given)
     assert not (drive / "states").exists()
@@ -648,5 +648,5 @@ def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exceptio
 def test_paths_may_be_bytes_or_below_the_home_directory(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(drive))
     paths: Any = [os.fsencode(drive / "bytes"), "~/home"]
-    with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, nvme_path=paths):
+    with deepnvme.OffloadedOptimizer(parameters(), torch.optim.AdamW, path=paths):
         assert {"bytes", "home"} <= set(os.listdir(drive))

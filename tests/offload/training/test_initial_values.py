@@ -80,7 +80,7 @@ def batch(step: int) -> torch.Tensor:
 
 def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTraining:
     given = {"memory_budget": 0, "lr": 1e-2, "blocks": ["layers.*"], **options}
-    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive / "training", **given)
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive / "training", **given)
 
 
 def assert_has(training: OffloadedTraining, expected: nn.Module) -> None:
@@ -417,7 +417,7 @@ def test_a_model_larger_than_memory(drive: Path, interpreters: Interpreters) -> 
         def training_of(blocks):
             with torch.device("meta"):
                 model = Model(blocks)
-            return OffloadedTraining(model, torch.optim.SGD, lr=0.1, nvme_path={str(drive)!r}, memory_budget=16 << 20)
+            return OffloadedTraining(model, torch.optim.SGD, lr=0.1, path={str(drive)!r}, memory_budget=16 << 20)
 
         def own_memory():
             with open("/proc/self/status") as status:

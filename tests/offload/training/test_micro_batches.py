@@ -64,7 +64,7 @@ def batch(step: int, rows: int = ROWS) -> torch.Tensor:
 
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     given: dict[str, Any] = {"memory_budget": 60_000, "micro_batches": 4, "lr": 1e-2, "blocks": list(model.blocks), **options}
-    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive, **given)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -134,7 +134,7 @@ def test_a_gradient_may_be_in_the_memory_of_an_activations(drive: Path, max_norm
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     options: dict[str, Any] = {"blocks": list(model), "memory_budget": 60_000, "max_norm": max_norm, "lr": 1e-2}
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **options) as training:
+    with OffloadedTraining(model, torch.optim.AdamW, path=drive, **options) as training:
         for step in range(3):
             parts = batch(step).split(2)
             for part in parts:

@@ -60,7 +60,7 @@ def batch(step: int) -> torch.Tensor:
 def assert_trains_as_in_memory(model: nn.Module, drive: Path, **options: Any) -> None:
     reference = InMemory(model)
     options = {"memory_budget": 0, "lr": 1e-2, **options}
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **options) as training:
+    with OffloadedTraining(model, torch.optim.AdamW, path=drive, **options) as training:
         train_both(training, reference, map(batch, range(3)))
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_blocks(
 ) -> None:
     model = Model()
     with pytest.raises(error, match=message.replace("*", r"\*")):
-        OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=blocks(model) if callable(blocks) else blocks)
+        OffloadedTraining(model, torch.optim.SGD, path=drive, blocks=blocks(model) if callable(blocks) else blocks)
     assert not list(drive.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_a_parameter_that_is_used_without_its_module_is_an_error(drive: Path) ->
             return nn.functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), ids.flatten())
 
     model = Functional()
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive) as training:
+    with OffloadedTraining(model, torch.optim.AdamW, path=drive) as training:
         with pytest.raises(RuntimeError, match=r"seen in the shape \(64, 4200\), was used outside of the forward of its block"):
             training.step(batch(0))
         assert training.steps == 0
@@ -177,7 +177,7 @@ def test_a_block_larger_than_what_is_stepped_at_a_time_gives_the_same_bits(tmp_p
     optimizer = torch.optim.AdamW(in_memory.parameters(), lr=1e-2, fused=True)
     x = torch.randn(4, 1500)
     given = {"blocks": ["0", "2"], "memory_budget": 1, "lr": 1e-2, "fused": True}
-    with OffloadedTraining(model, torch.optim.AdamW, nvme_path=tmp_path, **given) as training:
+    with OffloadedTraining(model, torch.optim.AdamW, path=tmp_path, **given) as training:
         for _ in range(3):
             with training.micro_batch():
                 model(x).square().mean().backward()

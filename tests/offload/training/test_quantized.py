@@ -97,7 +97,7 @@ def dequantized(model: nn.Module, scheme: Scheme) -> nn.Module:
 
 def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTraining:
     given = {"memory_budget": 400_000, "lr": 1e-2, "blocks": ["blocks.*"], **options}
-    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **given)
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive, **given)
 
 
 @pytest.mark.parametrize(("budget", "activations"), [(0, "nvme"), (400_000, "memory")])
@@ -141,7 +141,7 @@ def test_a_step_reads_quantised_weights_and_writes_no_frozen_ones(drive: Path, s
     trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     frozen = count * width * width * bits / 8
     with OffloadedTraining(
-        model, torch.optim.AdamW, nvme_path=drive, blocks=list(model), quantize=scheme, memory_budget=0, lr=1e-3
+        model, torch.optim.AdamW, path=drive, blocks=list(model), quantize=scheme, memory_budget=0, lr=1e-3
     ) as training:
         for _ in range(2):
             with training.micro_batch():
@@ -312,7 +312,7 @@ def test_a_weight_whose_strides_are_not_a_new_tensor_s_keeps_them(drive: Path) -
     stride = model[0].weight.stride()
     strides: list[tuple[int, ...]] = []
     model[0].register_forward_hook(lambda module, *_: strides.append(module.weight.stride()))  # before the block's own
-    with OffloadedTraining(model, torch.optim.SGD, nvme_path=drive, blocks=["0", "1"], quantize="int8", lr=1e-2) as training:
+    with OffloadedTraining(model, torch.optim.SGD, path=drive, blocks=["0", "1"], quantize="int8", lr=1e-2) as training:
         with torch.no_grad():
             assert torch.equal(model(torch.ones(2, 64)), expected(torch.ones(2, 64)))
         assert strides == [stride]

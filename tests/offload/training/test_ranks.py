@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_shared_evenly_are_saved_whole_and_loaded_by_any_num
         def odd(model, directory, **options):
             options = {"lr": 0.1, "momentum": 0.9, **options}
             return OffloadedTraining(
-                model, torch.optim.SGD, nvme_path=drive / directory, blocks=[model.a, model.b, model.c], **options
+                model, torch.optim.SGD, path=drive / directory, blocks=[model.a, model.b, model.c], **options
             )
 
         model, reference = Odd(rank), Odd()

@@ -168,7 +168,7 @@ def test_a_constructor_that_fails_on_one_rank_or_refuses_options_fails_on_all(dr
             else:
                 raise AssertionError(options)
         try:
-            OffloadedTraining(Model(), torch.optim.Adafactor, nvme_path=drive, process_group=dist.group.WORLD)
+            OffloadedTraining(Model(), torch.optim.Adafactor, path=drive, process_group=dist.group.WORLD)
         except ValueError as error:
             assert "the optimizer must be one of ASGD, Adadelta" in str(error) and "got Adafactor" in str(error), error
         assert not os.path.exists(drive / "together")

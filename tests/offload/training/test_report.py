@@ -34,7 +34,7 @@ def test_a_step_reads_and_writes_what_its_blocks_have(drive: Path, activations: 
     module = model()
     nbytes = sum(param.nbytes for param in module.parameters())
     options = {"memory_budget": 0, "activations": activations, "lr": 1e-3}
-    with OffloadedTraining(module, torch.optim.AdamW, nvme_path=drive, blocks=list(module), **options) as training:
+    with OffloadedTraining(module, torch.optim.AdamW, path=drive, blocks=list(module), **options) as training:
         for number in (1, 2, 3):
             step(training)
             with torch.no_grad():
@@ -56,7 +56,7 @@ def test_a_backward_does_not_read_a_frozen_embedding(drive: Path) -> None:
     embedding = module[0].requires_grad_(False)
     embedding.register_forward_hook(lambda *call: call[-1].requires_grad_())  # as PEFT does for activation checkpointing
     blocks, read = list(module), 0
-    with OffloadedTraining(module, torch.optim.SGD, nvme_path=drive, blocks=blocks, memory_budget=0, lr=1e-3) as training:
+    with OffloadedTraining(module, torch.optim.SGD, path=drive, blocks=blocks, memory_budget=0, lr=1e-3) as training:
         for _ in range(4):
             with training.micro_batch():
                 loss_of(module, torch.arange(4)).backward()

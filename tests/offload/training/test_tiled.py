@@ -69,7 +69,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def training_of(model: nn.Module, drive: Path, **options: Any) -> OffloadedTraining:
-    return OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, **{"memory_budget": 0, "lr": 1e-2, **options})
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive, **{"memory_budget": 0, "lr": 1e-2, **options})
 
 
 def train_and_evaluate_both(training: OffloadedTraining, reference: InMemory, steps: int = 3) -> None:

@@ -75,7 +75,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
     given = {"memory_budget": 600_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
-    return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), nvme_path=drive, **given)
+    return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), path=drive, **given)
 
 
 RESULTS = ("master_weights", "micro_batches", "max_norm")
@@ -563,7 +563,7 @@ def test_what_is_written_to_parameters_in_memory_between_steps_counts(drive: Pat
     model, known = Tower(), Tower()
     optimizer = torch.optim.AdamW(known.parameters(), lr=0.1)
     batch = torch.ones(4, WIDTH)
-    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=drive, memory_budget=0, lr=0.1)
+    training = OffloadedTraining(model, torch.optim.AdamW, path=drive, memory_budget=0, lr=0.1)
     for number in range(1 + steps_after):
         training.step(batch)
         optimizer.zero_grad()
@@ -582,7 +582,7 @@ def test_a_state_whose_groups_divide_a_group_is_refused(drive: Path) -> None:
     biases = [param for param in model.parameters() if param.dim() == 1 and param.requires_grad]
     weights = [param for param in model.parameters() if param.dim() == 2]
     groups = [{"params": weights}, {"params": biases, "lr": 0.5}]
-    options: dict[str, Any] = {"nvme_path": drive, "memory_budget": 0, "lr": 0.1}
+    options: dict[str, Any] = {"path": drive, "memory_budget": 0, "lr": 0.1}
     with OffloadedTraining(model, torch.optim.AdamW, param_groups=groups, **options) as training:
         training.step(torch.ones(4, WIDTH))
         state = copy.deepcopy(training.state_dict())

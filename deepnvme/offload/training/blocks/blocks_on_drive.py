@@ -31,7 +31,7 @@ class BlocksOnDrive:
 
     Args:
         paths: Directories. The store makes a new directory in each.
-        config: Settings of the engine; None for the profile of the drive.
+        aio_config: Settings of the engine; None for the profile of the drive.
         owner: The training.
         limit: Most bytes of blocks in memory. Only a block that is needed immediately may exceed it.
 
@@ -39,8 +39,8 @@ class BlocksOnDrive:
         OSError: From creating and opening files.
     """
 
-    def __init__(self, paths: Sequence[Path], config: AioConfig | None, owner: DirectoryOwner, limit: int) -> None:
-        self._engine = engine_for(list(paths), config)
+    def __init__(self, paths: Sequence[Path], aio_config: AioConfig | None, owner: DirectoryOwner, limit: int) -> None:
+        self._engine = engine_for(list(paths), aio_config)
         try:
             self.store, self.directories = open_own_store(paths, _PREFIX, self._engine, owner, collect=True)
         except BaseException:

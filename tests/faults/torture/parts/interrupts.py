@@ -138,7 +138,7 @@ def _training(random: randoms.Random, directory: Path) -> None:
             states.append(copy.deepcopy(in_memory.state_dict()))
         return states[steps]
 
-    training = OffloadedTraining(model, torch.optim.AdamW, nvme_path=directory, lr=1e-2, **options)
+    training = OffloadedTraining(model, torch.optim.AdamW, path=directory, lr=1e-2, **options)
 
     def step(_: int) -> None:
         parts = batch(training.steps).chunk(options["micro_batches"])

@@ -38,7 +38,7 @@ class Training(Pair):
         optimizer_class, options = random.choice(CLASSES)
         super().__init__(
             directory, random.choice(["float32", "float32", "masters"]), optimizer_class, options, shapes,
-            dram_budget=random.choice([0, 0, 50_000, 100_000, 1 << 40]),
+            memory_budget=random.choice([0, 0, 50_000, 100_000, 1 << 40]),
             offload_gradients=random.random() < 0.5,
         )  # fmt: skip
         self.kept: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -211,7 +211,7 @@ def attack(random: Random, directory: Path) -> None:
     try:
         results = {name: options[name] for name in ("master_weights", "micro_batches", "max_norm")}
         steps = steps_in_memory(random, InMemory(model, optimizer, **results, **settings))
-        training = OffloadedTraining(model, optimizer, nvme_path=directory, **settings, **options)
+        training = OffloadedTraining(model, optimizer, path=directory, **settings, **options)
         with contextlib.nullcontext() if drive is None else drive.transfers:
             # In memory, too, loading casts NAdam's product of momenta, a float32, to the dtype of the parameter.
             loads = 0 if optimizer is torch.optim.NAdam and dtype is not torch.float32 else 2
