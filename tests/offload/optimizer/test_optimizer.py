@@ -436,6 +436,19 @@ def test_states_go_from_the_plain_optimizer_and_back(name: str, budgets: tuple[i
             saved = torch.load(file)
 
 
+def test_a_state_dict_from_before_the_first_step_removes_what_the_optimizer_has_put_into_its_groups(drive: Path) -> None:
+    with Pair(drive, optimizer_class=Lion, options={}) as pair:
+        untouched, expected = pair.optimizer.state_dict(), copied(pair.reference.state_dict())
+        for turn in range(2):
+            for _ in range(2):
+                pair.give_gradients()
+                pair.step_both()
+            pair.check()
+            if turn == 0:
+                pair.optimizer.load_state_dict(untouched)
+                pair.reference.load_state_dict(expected)
+
+
 def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> None:
     """Whichever of model and optimizer is loaded first: loading the same weights again must not round the masters."""
     for model_first in (True, False):
