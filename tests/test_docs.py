@@ -190,6 +190,8 @@ PACKAGES = (
     "deepnvme.integrations.deepspeed",
     "deepnvme.integrations.tensornvme",
     "deepnvme.io",
+    "deepnvme.memory",
+    "deepnvme.nn",
     "deepnvme.offload",
     "deepnvme.ops.op_builder",
     "deepnvme.report",
@@ -197,6 +199,7 @@ PACKAGES = (
     "deepnvme.streaming",
     "deepnvme.swap",
     "deepnvme.swap.zero",
+    "deepnvme.tables",
     "deepnvme.tune",
 )
 NOT_DOCUMENTED = {"__version__", "main", "ALL_OPS"}

@@ -592,6 +592,7 @@ def test_a_report_that_adds_up(drive: Path) -> None:
             # of 8 sub-groups one is still in memory after the first step, and then three
             assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
             assert max(report.reading, report.writing) <= report.seconds
+            assert report.peak_bytes == pytest.approx(min(3, step + 2) * 2 * 4 << 17, rel=0.5)  # two to three sub-groups
         assert report.bytes_written_in_all == pytest.approx(3 * report.bytes_written, rel=0.01)
 
 
@@ -605,6 +606,7 @@ def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
             report = optimizer.report()
             assert report.bytes_read == report.bytes_written == 0
             assert report.resident_bytes > states
+            assert report.peak_bytes >= report.resident_bytes
 
 
 def test_closing_twice_removes_the_files_and_leaves_nothing_to_use(drive: Path) -> None:
