@@ -96,7 +96,9 @@ class OpBuilder(ABC):
             return [f"needs Linux, this is {platform.system()}"]
         found = toolchain.find()
         if isinstance(found, Attempt):
-            return [f"cannot be built: {found.reason} ({packages.remedy('compiler')})"]
+            slow = isinstance(found, toolchain.TooSlow)
+            remedy = "try again when the machine is less busy" if slow else packages.remedy("compiler")
+            return [f"cannot be built: {found.reason} ({remedy})"]
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return [f"cannot be built: Python.h is not in {sysconfig.get_path('include')} ({packages.remedy('python')})"]
         if importlib.util.find_spec("nanobind") is None:

@@ -122,7 +122,7 @@ def find() -> Toolchain | Attempt:
             _found[environment] = found
             return found
         if isinstance(found, TooSlow):
-            return Attempt(False, f"the C++ compiler could not be tried: {found.reason}; try again when the machine is idle")
+            return found
         reasons.append(f"{shlex.join(command)}: {found.reason}")
     if chosen:
         return Attempt(False, f"CXX is not a working C++20 compiler ({reasons[0]}); correct or unset CXX")
@@ -169,7 +169,7 @@ def _output(command: list[str]) -> str | Attempt:
             env=environment, timeout=_TIMEOUT, text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return TooSlow(False, f"{shlex.join(command)} did not end within {_TIMEOUT:g} s: the machine is too busy, or it hangs")
+        return TooSlow(False, f"the compiler is too slow: '{shlex.join(command)}' did not end within {_TIMEOUT:g} s")
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return Attempt(False, f"{shlex.join(command)} could not be run: {error}")
     if done.returncode != 0:
