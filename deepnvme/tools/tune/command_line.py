@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser with ``--version`` and no abbreviations. Its errors are one line, with a hint at ``--help``."""
 
     def __init__(self, program: str, description: str) -> None:
-        units = "Sizes: K, M, G and T are powers of 1024 (400M, 400MiB); KB, MB, GB and TB are powers of 1000. Rates: GB/s is 10^9."
+        units = "Sizes: K, M, G and T are powers of 1024 (400M, 400MiB), KB, MB, GB and TB of 1000. Rates: GB/s is 10^9 bytes."
         super().__init__(program, description=description, epilog=units, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"deepnvme {__version__}")
 

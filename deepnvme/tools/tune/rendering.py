@@ -53,7 +53,7 @@ def _rendered(template: str, **values: Any) -> str:
     """Return the text of a template filled in with values, which are escaped in an HTML template."""
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(autoescape=template.endswith(".html"), **options)
-    environment.filters |= {"size": size_text, "size_for_people": size_for_people, "three_digits": three_digits, "printable": printable}
+    environment.filters |= {"size": size_text} | {each.__name__: each for each in (size_for_people, three_digits, printable)}
     return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(values).strip("\n")
 
 

@@ -75,7 +75,8 @@ class Order:
 
     def least_written(self, settings: int) -> int:
         """Return the fewest bytes that the run writes with ``settings`` settings to choose from, including the files."""
-        return (self.io_size + len(self.groups) * least_written(settings, self.io_size)) * len(self.folders)
+        searches = len(self.groups) if self.write else 0
+        return (self.io_size + searches * least_written(settings, self.io_size)) * len(self.folders)
 
     def writes_of_each_search(self, settings: int) -> int | None:
         """Return the bytes that each search may write; None if only reads are measured.
@@ -149,7 +150,7 @@ def _offered(order: Order, progress: SearchProgress) -> tuple[Sequence[AioConfig
         transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
         return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
     working = [name for name, obstacle in load_async_io().backends().items() if obstacle is None]
-    tried = list(working)
-    while not order.settings and order.write and order.least_written(len(default_space(order.io_size, tried))) > order.write_limit:
-        progress(0.0, f"leaving out {tried.pop()}: --max-writes is too low to try it as well")
-    return order.settings or default_space(order.io_size, tried), working[0]
+    auto = working[0]
+    while not order.settings and order.least_written(len(default_space(order.io_size, working))) > order.write_limit:
+        progress(0.0, f"leaving out {working.pop()}: --max-writes is too low to try it as well")
+    return order.settings or default_space(order.io_size, working), auto

@@ -171,8 +171,8 @@ class aio_handle:
     def write(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
         """Write the tensor's bytes to the file, from byte ``file_offset`` on. Blocks. Returns 0.
 
-        The file is created if it is missing, and never truncated. The bytes have reached the drive, but a power cut can still lose
-        them: call ``os.fsync`` if that matters. With ``validate``, compares the tensor with the file afterwards.
+        The file is created if it is missing, and never truncated. The drive has the bytes, but a power cut can still lose them:
+        call ``os.fsync`` if that matters. With ``validate``, compares the tensor with the file afterwards.
 
         Raises:
             OSError: If the file cannot be opened or written; ENOSPC before a byte is written if the disk has too little space;
