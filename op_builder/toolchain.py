@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache
+from . import cache, packages
 
 _CANDIDATES = ("c++", "g++", "clang++")
 _ENVIRONMENT = (
@@ -129,6 +129,12 @@ def find() -> Toolchain | Attempt:
     if all(reason.endswith(": not found") for reason in reasons):
         return Attempt(False, f"no C++20 compiler (tried {', '.join(_CANDIDATES)}); install one, or set CXX")
     return Attempt(False, f"no C++20 compiler ({'; '.join(reasons)}); install one, or set CXX")
+
+
+def explained(missing: Attempt) -> str:
+    """Return why :func:`find` has found no compiler, with what to do."""
+    slow = isinstance(missing, TooSlow)
+    return f"{missing.reason} ({'try again when the machine is less busy' if slow else packages.remedy('compiler')})"
 
 
 def _flags(name: str) -> list[str]:
