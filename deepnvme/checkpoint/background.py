@@ -205,9 +205,9 @@ def _report_unseen() -> None:
     """Print the errors of failed saves that were not reported before interpreter exit, and make the exit a failure."""
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
+        load_async_io().fail_at_exit()  # first: printing may fail
         message = "".join(traceback.format_exception_only(save._error)).strip()
         print(f"deepnvme: '{printable(save.path)}' was not saved, and nobody asked for the result: {message}", file=sys.stderr)
-        load_async_io().fail_at_exit()
 
 
 def _forget() -> None:
