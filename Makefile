@@ -13,8 +13,9 @@
 # make clean      remove what the above made here
 #
 # demo and test install what is missing: a compiler and headers by the system's package manager, as root or by sudo without a password,
-# and torch and this package by pip, in VENV. They say what before they begin, and ask nothing. NO_APT=1 keeps them from system packages
-# of any package manager: they then print the command.
+# and torch and this package by pip, in VENV. test also installs the tools of the file systems that it mounts (FUSE, XFS, btrfs), and
+# libaio, and what is in the extra "test" of pyproject.toml. They say what before they begin, and ask nothing. NO_APT=1 keeps them from
+# system packages of any package manager: they then print the command.
 #
 # PYTHON is the interpreter to start from, VENV the environment to make, or one that is there; its torch is used, or that of PYTHON.
 # TORCH is what pip installs where neither has one (with numpy, whose absence torch complains of). DIR is a directory on the drive.
@@ -106,25 +107,28 @@ clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# What would fail in the end fails here, before torch is downloaded.
-$(VENV)/with-torch:
+# What would fail in the end fails here, before torch is downloaded. The op, which needs no torch, is compiled while pip unpacks torch;
+# and of torch's modules Python compiles what is imported, not all of them.
+$(VENV)/installed: export PYTHONDONTWRITEBYTECODE =
+$(VENV)/installed: pyproject.toml setup.py
 	@echo "Installing by pip, in $(VENV): this package, and what it depends on"
 	@$(python) -c "import torch" 2>/dev/null || $(PYTHON) -c "import torch" 2>/dev/null || \
 	    echo "    $(TORCH): some GB with its CUDA libraries (TORCH=... names another)"
 	@PYTHON="$(PYTHON)" NO_APT="$(NO_APT)" bash .ci/install_system_packages
 	[ -x $(python) ] || $(PYTHON) -m venv $$($(PYTHON) -c "import torch; print('--system-site-packages')" 2>/dev/null) $(VENV) || \
 	    { rm -rf $(VENV); exit 1; }
-	$(python) -c "import torch" 2>/dev/null || $(pip) install $(TORCH)
+	$(pip) install --quiet ninja "nanobind>=3.1" "setuptools>=77"
+	$(python) -m deepnvme build >/dev/null & \
+	    $(pip) install --no-compile --no-build-isolation --editable . \
+	        $$($(python) -c "import torch" 2>/dev/null || echo "$(TORCH)"); \
+	    status=$$?; wait; exit $$status
 	touch $@
 
-$(VENV)/installed: $(VENV)/with-torch pyproject.toml setup.py
-	$(pip) install --editable .
-	touch $@
-
-$(VENV)/installed-for-tests: $(VENV)/with-torch pyproject.toml setup.py
+$(VENV)/installed-for-tests: $(VENV)/installed
 	@PYTHON="$(PYTHON)" NO_APT="$(NO_APT)" bash .ci/install_system_packages for-tests
+	@echo "Installing by pip, in $(VENV): what the tests use (transformers, accelerate, trl, lightning and more: extra test in pyproject.toml)"
 	$(pip) install --editable ".[test]"
-	touch $@ $(VENV)/installed
+	touch $@
 
 # Beside the environment, whose own tools of the same names stay, and without what DeepSpeed depends on that is there: torch above all.
 $(VENV)/with-deepspeed: $(VENV)/installed-for-tests

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"deepnvme {__version__}")
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    rest.required = False  # otherwise the error about a missing command names the arguments, too
     chosen = parser.parse_args(arguments)
     command = importlib.import_module(f".{_COMMANDS[chosen.command][0]}", __package__).main
     try:

@@ -96,7 +96,7 @@ class OpBuilder(ABC):
             return [f"needs Linux, this is {platform.system()}"]
         found = toolchain.find()
         if isinstance(found, Attempt):
-            return [f"cannot be built: {found.reason} ({packages.remedy('compiler')})"]
+            return [f"cannot be built: {toolchain.explained(found)}"]
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return [f"cannot be built: Python.h is not in {sysconfig.get_path('include')} ({packages.remedy('python')})"]
         if importlib.util.find_spec("nanobind") is None:

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import cache
+from . import cache, packages
 
 _CANDIDATES = ("c++", "g++", "clang++")
 _ENVIRONMENT = (
     "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS",
     "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX",
 )  # fmt: skip
-_TIMEOUT = 60.0  # seconds for one probe; generous, because a probe that hangs would otherwise hang the load
+_TIMEOUT = 600.0  # seconds for one probe, against probes that hang; a compiler that starts cold on a busy machine took over 60
 
 _TELLING = re.compile(r"\berror: |\bld(\.\w+)?: ")  # the line of a compiler's or linker's output that says what is wrong
 
@@ -48,6 +48,10 @@ class Attempt:
 
     def __bool__(self) -> bool:
         return self.ok
+
+
+class TooSlow(Attempt):
+    """A trial that ran out of time, which does not say whether the compiler works."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,20 @@ def find() -> Toolchain | Attempt:
         if isinstance(found, Toolchain):
             _found[environment] = found
             return found
+        if isinstance(found, TooSlow):
+            return found
         reasons.append(f"{shlex.join(command)}: {found.reason}")
     if chosen:
         return Attempt(False, f"CXX is not a working C++20 compiler ({reasons[0]}); correct or unset CXX")
     if all(reason.endswith(": not found") for reason in reasons):
         return Attempt(False, f"no C++20 compiler (tried {', '.join(_CANDIDATES)}); install one, or set CXX")
     return Attempt(False, f"no C++20 compiler ({'; '.join(reasons)}); install one, or set CXX")
+
+
+def explained(missing: Attempt) -> str:
+    """Return why :func:`find` has found no compiler, with what to do."""
+    slow = isinstance(missing, TooSlow)
+    return f"{missing.reason} ({'try again when the machine is less busy' if slow else packages.remedy('compiler')})"
 
 
 def _flags(name: str) -> list[str]:
@@ -162,6 +174,8 @@ def _output(command: list[str]) -> str | Attempt:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env=environment, timeout=_TIMEOUT, text=True, errors="replace",
         )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return TooSlow(False, f"the compiler is too slow: '{shlex.join(command)}' did not end within {_TIMEOUT:g} s")
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return Attempt(False, f"{shlex.join(command)} could not be run: {error}")
     if done.returncode != 0:

@@ -219,11 +219,11 @@ def check_installed(wheel: Path, python: Path, directory: Path) -> str:
     if not Path(said["file"]).is_relative_to(directory):
         sys.exit(f"{wheel.name}: the op is not the wheel's: {said['file']}")
     report = run(installed, "-I", directory / "bin" / "ds_report", PATH="/nowhere")
-    op_in_use = re.search(r"^deepnvme op in use .*prebuilt, .*$", report, re.MULTILINE)
-    if op_in_use is None:
+    prebuilt = re.search(r"^C\+\+ compiler \.+ (none, .* the op is prebuilt)$", report, re.MULTILINE)
+    if prebuilt is None:
         sys.exit(f"{wheel.name}: ds_report does not say that the op is prebuilt:\n{report}")
     usable = [name for name, obstacle in said["backends"].items() if obstacle is None]
-    return f"loads in {seconds:.1f} s; {', '.join(usable)}; {op_in_use[0]}"
+    return f"loads in {seconds:.1f} s; {', '.join(usable)}; {prebuilt[1]}"
 
 
 def main() -> None:

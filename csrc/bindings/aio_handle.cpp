@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bind_functions.h"
+#include "bindings/help_texts.h"
 #include "bindings/pinned_buffer.h"
 
 namespace deepnvme::bindings {
@@ -173,18 +174,30 @@ int AioHandle::wait() {
     return static_cast<int>(transfers);
 }
 
-nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
+nb::class_<AioHandle> define_handle(nb::module_& module, const char* name, const char* doc) {
     const auto options = [](AioHandle& self) -> const EngineOptions& { return self.session().engine().options(); };
 
-    nb::class_<AioHandle> handle(module, name, nb::is_weak_referenceable());
+    nb::class_<AioHandle> handle(module, name, nb::is_weak_referenceable(), doc);
     handle
-        .def("get_block_size", [options](AioHandle& self) { return options(self).block_size; })
-        .def("get_queue_depth", [options](AioHandle& self) { return options(self).queue_depth; })
-        .def("get_single_submit", [options](AioHandle& self) { return options(self).single_submit; })
-        .def("get_overlap_events", [](const AioHandle& self) { return self.overlap_events(); })
-        .def("get_intra_op_parallelism", [options](AioHandle& self) { return options(self).num_threads; })
-        .def("get_thread_count", [options](AioHandle& self) { return options(self).num_threads; })
-        .def("get_alignment", [options](AioHandle& self) { return options(self).num_threads * kDeepSpeedAlignment; })
+        .def("get_block_size", [options](AioHandle& self) { return options(self).block_size; }, help::aio_handle_get_block_size)
+        .def(
+            "get_queue_depth", [options](AioHandle& self) { return options(self).queue_depth; },
+            help::aio_handle_get_queue_depth)
+        .def(
+            "get_single_submit", [options](AioHandle& self) { return options(self).single_submit; },
+            help::aio_handle_get_single_submit)
+        .def(
+            "get_overlap_events", [](const AioHandle& self) { return self.overlap_events(); },
+            help::aio_handle_get_overlap_events)
+        .def(
+            "get_intra_op_parallelism", [options](AioHandle& self) { return options(self).num_threads; },
+            help::aio_handle_get_intra_op_parallelism)
+        .def(
+            "get_thread_count", [options](AioHandle& self) { return options(self).num_threads; },
+            help::aio_handle_get_thread_count)
+        .def(
+            "get_alignment", [options](AioHandle& self) { return options(self).num_threads * kDeepSpeedAlignment; },
+            help::aio_handle_get_alignment)
 
         .def(
             "read",
@@ -194,7 +207,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "validate"_a, "file_offset"_any = 0,
             nb::sig("def read(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, validate: bool, file_offset: "
-                    "int = 0) -> int"))
+                    "int = 0) -> int"),
+            help::aio_handle_read)
         .def(
             "write",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, Flag validate, nb::handle file_offset) {
@@ -203,7 +217,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "validate"_a, "file_offset"_any = 0,
             nb::sig("def write(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, validate: bool, file_offset: "
-                    "int = 0) -> int"))
+                    "int = 0) -> int"),
+            help::aio_handle_write)
         .def(
             "pread",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, Flag validate, Flag async, nb::handle file_offset) {
@@ -212,7 +227,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "validate"_a, "async"_a, "file_offset"_any = 0,
             nb::sig("def pread(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, validate: bool, async: bool, "
-                    "file_offset: int = 0) -> int"))
+                    "file_offset: int = 0) -> int"),
+            help::aio_handle_pread)
         .def(
             "pwrite",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, Flag validate, Flag async, nb::handle file_offset) {
@@ -221,7 +237,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "validate"_a, "async"_a, "file_offset"_any = 0,
             nb::sig("def pwrite(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, validate: bool, async: bool, "
-                    "file_offset: int = 0) -> int"))
+                    "file_offset: int = 0) -> int"),
+            help::aio_handle_pwrite)
         .def(
             "sync_pread",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, nb::handle file_offset) {
@@ -229,7 +246,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "file_offset"_any = 0,
             nb::sig("def sync_pread(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, file_offset: int = 0) -> "
-                    "int"))
+                    "int"),
+            help::aio_handle_sync_pread)
         .def(
             "sync_pwrite",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, nb::handle file_offset) {
@@ -237,7 +255,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "file_offset"_any = 0,
             nb::sig("def sync_pwrite(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, file_offset: int = 0) -> "
-                    "int"))
+                    "int"),
+            help::aio_handle_sync_pwrite)
         .def(
             "async_pread",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, nb::handle file_offset) {
@@ -245,7 +264,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "file_offset"_any = 0,
             nb::sig("def async_pread(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, file_offset: int = 0) -> "
-                    "int"))
+                    "int"),
+            help::aio_handle_async_pread)
         .def(
             "async_pwrite",
             [](AioHandle& self, nb::handle buffer, const nb::int_& fd, nb::handle file_offset) {
@@ -256,7 +276,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
                 return self.start_descriptor(buffer, static_cast<int>(number), integer_of(file_offset, "file_offset"));
             },
             "buffer"_any, "fd"_a, "file_offset"_any = 0,
-            nb::sig("def async_pwrite(self, buffer: torch.Tensor, fd: int, file_offset: int = 0) -> int"))
+            nb::sig("def async_pwrite(self, buffer: torch.Tensor, fd: int, file_offset: int = 0) -> int"),
+            help::aio_handle_async_pwrite)
         .def(
             "async_pwrite",
             [](AioHandle& self, nb::handle buffer, nb::handle filename, nb::handle file_offset) {
@@ -264,7 +285,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffer"_any, "filename"_any, "file_offset"_any = 0,
             nb::sig("def async_pwrite(self, buffer: torch.Tensor, filename: str | bytes | os.PathLike, file_offset: int = 0) "
-                    "-> int"))
+                    "-> int"),
+            help::aio_handle_async_pwrite)
         .def(
             "async_pread_many",
             [](AioHandle& self, nb::handle buffers, nb::handle filenames, nb::handle file_offsets) {
@@ -272,7 +294,8 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffers"_any, "filenames"_any, "file_offsets"_a = nb::none(),
             nb::sig("def async_pread_many(self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | bytes | "
-                    "os.PathLike], file_offsets: Sequence[int] | None = None) -> int"))
+                    "os.PathLike], file_offsets: Sequence[int] | None = None) -> int"),
+            help::aio_handle_async_pread_many)
         .def(
             "async_pwrite_many",
             [](AioHandle& self, nb::handle buffers, nb::handle filenames, nb::handle file_offsets) {
@@ -280,8 +303,9 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
             },
             "buffers"_any, "filenames"_any, "file_offsets"_a = nb::none(),
             nb::sig("def async_pwrite_many(self, buffers: Sequence[torch.Tensor], filenames: Sequence[str | bytes | "
-                    "os.PathLike], file_offsets: Sequence[int] | None = None) -> int"))
-        .def("wait", &AioHandle::wait)
+                    "os.PathLike], file_offsets: Sequence[int] | None = None) -> int"),
+            help::aio_handle_async_pwrite_many)
+        .def("wait", &AioHandle::wait, help::aio_handle_wait)
 
         .def(
             "new_cpu_locked_tensor",
@@ -289,21 +313,24 @@ nb::class_<AioHandle> define_handle(nb::module_& module, const char* name) {
                 return new_cpu_locked_tensor(integer_of(num_elem, "num_elem"), example);
             },
             "num_elem"_any, "example_tensor"_any,
-            nb::sig("def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor"))
+            nb::sig("def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor"),
+            help::aio_handle_new_cpu_locked_tensor)
         .def(
             "free_cpu_locked_tensor", [](const AioHandle&, nb::handle tensor) { return free_cpu_locked_tensor(tensor); },
             "tensor"_any,
-            nb::sig("def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool"))
+            nb::sig("def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool"),
+            help::aio_handle_free_cpu_locked_tensor)
         .def(
             "is_pinned", [](const AioHandle&, nb::handle buffer) { return is_pinned(buffer); },
             "buffer"_any,
-            nb::sig("def is_pinned(self, buffer: torch.Tensor) -> bool"))
-        .def("stats", [](AioHandle& self) { return self.session().stats(); });
+            nb::sig("def is_pinned(self, buffer: torch.Tensor) -> bool"),
+            help::aio_handle_is_pinned)
+        .def("stats", [](AioHandle& self) { return self.session().stats(); }, help::aio_handle_stats);
     return handle;
 }
 
 void bind_handle(nb::module_& module) {
-    define_handle(module, "aio_handle")
+    define_handle(module, "aio_handle", help::aio_handle)
         .def(
             "__init__",
             [](AioHandle* self, nb::handle block_size, nb::handle queue_depth, Flag single_submit, Flag overlap_events,
@@ -330,15 +357,18 @@ void bind_handle(nb::module_& module) {
                "buffer"_any, "filename"_any, "block_size"_any, "queue_depth"_any, "single_submit"_a, "overlap_events"_a,
                "validate"_a,
                nb::sig("def aio_read(buffer: torch.Tensor, filename: str | bytes | os.PathLike, block_size: int, queue_depth: "
-                       "int, single_submit: bool, overlap_events: bool, validate: bool) -> int"));
+                       "int, single_submit: bool, overlap_events: bool, validate: bool) -> int"),
+               help::aio_read);
     module.def("aio_write", alone(Direction::write),
                "buffer"_any, "filename"_any, "block_size"_any, "queue_depth"_any, "single_submit"_a, "overlap_events"_a,
                "validate"_a,
                nb::sig("def aio_write(buffer: torch.Tensor, filename: str | bytes | os.PathLike, block_size: int, "
-                       "queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool) -> int"));
+                       "queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool) -> int"),
+               help::aio_write);
     module.def("deepspeed_memcpy", &copy_bytes,
                "dest"_any, "src"_any,
-               nb::sig("def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int"));
+               nb::sig("def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int"),
+               help::deepspeed_memcpy);
 }
 
 }  // namespace deepnvme::bindings

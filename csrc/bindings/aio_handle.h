@@ -33,7 +33,7 @@ private:
 };
 
 // What Python sees of it but for its constructor, whose arguments handle_options takes apart. Throws ValueError and TypeError.
-nb::class_<AioHandle> define_handle(nb::module_& module, const char* name);
+nb::class_<AioHandle> define_handle(nb::module_& module, const char* name, const char* doc);
 EngineOptions handle_options(nb::handle block_size, nb::handle queue_depth, bool single_submit, nb::handle intra_op_parallelism,
                              const nb::object& num_threads, std::string backend = "auto");
 

@@ -1,8 +1,11 @@
 // The async_io module.
 #include <nanobind/nanobind.h>
 
+#include <cstdlib>
+
 #include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
+#include "bindings/help_texts.h"
 #include "core/error.h"
 #include "core/pinned_memory.h"
 #include "engine/backend.h"
@@ -28,6 +31,12 @@ nb::dict backends() {
     return reasons;
 }
 
+// An exit handler of Python cannot change the exit status. This one of C runs after all of Python's and knows the status. On Linux
+// it may call exit(), which runs the other handlers of C.
+void fail_at_exit() {
+    ::on_exit([](int status, void*) { if (status == 0) std::exit(EXIT_FAILURE); }, nullptr);
+}
+
 }  // namespace
 
 }  // namespace deepnvme::bindings
@@ -46,7 +55,8 @@ NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_memory(module);
     bind_quantization(module);
     bind_tables(module);
-    module.def("backends", &backends);
+    module.def("backends", &backends, help::backends);
+    module.def("fail_at_exit", &fail_at_exit, help::fail_at_exit);
     // For the gds module, so that both know all that is pinned.
     module.def("shared_pinned_ranges", [] { return nb::capsule(pinned_ranges::shared(), "deepnvme pinned ranges"); });
 }

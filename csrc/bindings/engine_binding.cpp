@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bind_functions.h"
+#include "bindings/help_texts.h"
 #include "bindings/session.h"
 
 namespace deepnvme::bindings {
@@ -108,9 +109,9 @@ nb::object show_file(const OpenFile& self) {
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-    nb::class_<Pending>(module, "Future", nb::is_weak_referenceable())
-        .def_prop_ro("nbytes", &Pending::nbytes)
-        .def("done", &Pending::done)
+    nb::class_<Pending>(module, "Future", nb::is_weak_referenceable(), help::Future)
+        .def_prop_ro("nbytes", &Pending::nbytes, help::Future_nbytes)
+        .def("done", &Pending::done, help::Future_done)
         .def(
             "result",
             [](Pending& self, const nb::object& timeout) {
@@ -119,7 +120,8 @@ void bind_engine(nb::module_& module) {
                 return self.nbytes();
             },
             "timeout"_a = nb::none(),
-            nb::sig("def result(self, timeout: float | None = None) -> int"))
+            nb::sig("def result(self, timeout: float | None = None) -> int"),
+            help::Future_result)
         .def(
             "exception",
             [](Pending& self, const nb::object& timeout) {
@@ -127,30 +129,31 @@ void bind_engine(nb::module_& module) {
                 return self.error();
             },
             "timeout"_a = nb::none(),
-            nb::sig("def exception(self, timeout: float | None = None) -> OSError | None"))
-        .def("cancel", &Pending::cancel)
+            nb::sig("def exception(self, timeout: float | None = None) -> OSError | None"),
+            help::Future_exception)
+        .def("cancel", &Pending::cancel, help::Future_cancel)
         .def("__repr__", &show_future);
 
-    nb::class_<OpenFile>(module, "File", nb::is_weak_referenceable())
-        .def_prop_ro("path", [](const OpenFile& self) { return decoded(self.path); })
-        .def_prop_ro("closed", [](const OpenFile& self) { return !self.file; })
-        .def_prop_ro("direct", [](const OpenFile& self) { return self.get().limits().has_value(); })
+    nb::class_<OpenFile>(module, "File", nb::is_weak_referenceable(), help::File)
+        .def_prop_ro("path", [](const OpenFile& self) { return decoded(self.path); }, help::File_path)
+        .def_prop_ro("closed", [](const OpenFile& self) { return !self.file; }, help::File_closed)
+        .def_prop_ro("direct", [](const OpenFile& self) { return self.get().limits().has_value(); }, help::File_direct)
         .def_prop_ro("alignment",
                      [](const OpenFile& self) {
                          const auto limits = self.get().limits();
                          return limits ? std::max({limits->memory_alignment, limits->offset_alignment, limits->cache_granule}) : 1;
-                     })
+                     }, help::File_alignment)
         .def_prop_ro("sector_size",
                      [](const OpenFile& self) {
                          const auto limits = self.get().limits();
                          return limits ? std::max(limits->memory_alignment, limits->offset_alignment) : 1;
-                     })
+                     }, help::File_sector_size)
         .def_prop_ro("_shared", [](const OpenFile& self) { return nb::capsule(&self, kSharedFile); })
-        .def("size", [](const OpenFile& self) { return self.get().size(); })
+        .def("size", [](const OpenFile& self) { return self.get().size(); }, help::File_size)
         .def("close",
              [](OpenFile& self) {
                  if (const auto error = close_file(self)) throw *error;
-             })
+             }, help::File_close)
         .def("__enter__", [](nb::object self) { return self; })
         .def(
             "__exit__",
@@ -161,7 +164,7 @@ void bind_engine(nb::module_& module) {
         .def("__repr__", &show_file);
 
     const EngineOptions defaults;
-    nb::class_<Session>(module, "Engine", nb::is_weak_referenceable())
+    nb::class_<Session>(module, "Engine", nb::is_weak_referenceable(), help::Engine)
         .def(
             "__init__",
             [](Session* self, std::string backend, nb::handle block_size, nb::handle queue_depth, nb::handle num_threads,

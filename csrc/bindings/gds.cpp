@@ -6,6 +6,7 @@
 
 #include "bindings/aio_handle.h"
 #include "bindings/bind_functions.h"
+#include "bindings/help_texts.h"
 #include "gds/cufile.h"
 
 namespace deepnvme::bindings {
@@ -97,7 +98,7 @@ NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     module.attr("source_hash") = DEEPNVME_SOURCE_HASH;
     bind_errors(module);
     bind_pinned_buffer(module);
-    define_handle(module, "gds_handle")
+    define_handle(module, "gds_handle", help::gds_handle)
         .def(
             "__init__", &make_handle,
             "block_size"_any = kHandleBlockSize, "queue_depth"_any = kHandleQueueDepth, "single_submit"_a = false,
@@ -107,13 +108,18 @@ NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
                     "overlap_events: bool = False, intra_op_parallelism: int = 1, *, num_threads: int | None = None, strict: "
                     "bool = False) -> None"))
         .def("new_pinned_device_tensor", &new_pinned_device_tensor, "num_elem"_any, "example_tensor"_any,
-             nb::sig("def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor"))
+             nb::sig("def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor"),
+             help::gds_handle_new_pinned_device_tensor)
         .def("free_pinned_device_tensor", &unpin_device_tensor, "tensor"_any,
-             nb::sig("def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool"))
+             nb::sig("def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool"),
+             help::gds_handle_free_pinned_device_tensor)
         .def("pin_device_tensor", &pin_device_tensor, "tensor"_any,
-             nb::sig("def pin_device_tensor(self, tensor: torch.Tensor) -> bool"))
+             nb::sig("def pin_device_tensor(self, tensor: torch.Tensor) -> bool"),
+             help::gds_handle_pin_device_tensor)
         .def("unpin_device_tensor", &unpin_device_tensor, "tensor"_any,
-             nb::sig("def unpin_device_tensor(self, tensor: torch.Tensor) -> bool"));
-    module.def("adopt_pinned_ranges", [](const nb::capsule& shared) { pinned_ranges::adopt(shared.data()); }, "shared"_a);
-    module.def("version", [] { return gds::CuFile::get().version(); });
+             nb::sig("def unpin_device_tensor(self, tensor: torch.Tensor) -> bool"),
+             help::gds_handle_unpin_device_tensor);
+    module.def("adopt_pinned_ranges", [](const nb::capsule& shared) { pinned_ranges::adopt(shared.data()); }, "shared"_a,
+        help::adopt_pinned_ranges);
+    module.def("version", [] { return gds::CuFile::get().version(); }, help::version);
 }

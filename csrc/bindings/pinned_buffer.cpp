@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings/bind_functions.h"
+#include "bindings/help_texts.h"
 #include "bindings/conversions.h"
 
 namespace deepnvme::bindings {
@@ -82,11 +83,13 @@ const PyType_Slot buffer_protocol[] = {{Py_bf_getbuffer, reinterpret_cast<void*>
 }  // namespace
 
 void bind_pinned_buffer(nb::module_& module) {
-    nb::class_<PinnedBuffer>(module, "PinnedBuffer", nb::type_slots(buffer_protocol), nb::is_weak_referenceable())
-        .def_prop_ro("nbytes", [](const PinnedBuffer& self) { return self.memory().size(); })
-        .def_prop_ro("locked", [](const PinnedBuffer& self) { return self.memory().locked(); });
-    module.def("empty_pinned", &make_pinned_buffer, "nbytes"_a, "node"_a = nb::none());
-    module.def("is_pinned", &is_pinned, "tensor"_any, nb::sig("def is_pinned(tensor: torch.Tensor) -> bool"));
+    nb::class_<PinnedBuffer>(module, "PinnedBuffer", nb::type_slots(buffer_protocol), nb::is_weak_referenceable(),
+                             help::PinnedBuffer)
+        .def_prop_ro("nbytes", [](const PinnedBuffer& self) { return self.memory().size(); }, help::PinnedBuffer_nbytes)
+        .def_prop_ro("locked", [](const PinnedBuffer& self) { return self.memory().locked(); }, help::PinnedBuffer_locked);
+    module.def("empty_pinned", &make_pinned_buffer, "nbytes"_a, "node"_a = nb::none(), help::empty_pinned);
+    module.def("is_pinned", &is_pinned, "tensor"_any, nb::sig("def is_pinned(tensor: torch.Tensor) -> bool"),
+               help::is_pinned);
 }
 
 }  // namespace deepnvme::bindings

@@ -6,7 +6,7 @@ Invariants of the queue of saves, which all threads of the process share:
 2. While the queue has saves, the saving thread runs. The thread ends only when it finds the queue empty. The queue
    and the reference to the thread change together, under the lock.
 3. The error of a failed save is "unseen" until it has been reported once: by ``result`` or ``exception``, by a later
-   save, or by the log at interpreter exit.
+   save, or on stderr at interpreter exit, which then is with status 1 rather than 0.
 4. A forked child starts with an empty queue and no thread.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
+import sys
 import threading
 import traceback
 from collections import deque
@@ -28,6 +28,7 @@ from deepnvme._former_names import former_names
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.ops import load_async_io
 from deepnvme.telemetry.descriptions import printable
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
@@ -39,7 +40,6 @@ from .snapshot import Cancelled, Snapshot
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
-_logger = logging.getLogger(__name__)
 _IN_FLIGHT = 2
 """Most saves that are queued or running: one is written while the next is copied."""
 
@@ -48,8 +48,8 @@ class SaveFuture:
     """A save in progress, returned by :func:`async_save`. Its methods are like those of :class:`deepnvme.Future`.
 
     An error that was not retrieved with ``result`` or ``exception`` is raised by this process's next save of a .pt or
-    safetensors file, which then does not run. If there is no such save, the error is logged at exit, by default to stderr.
-    Thread-safe. In a forked child every method raises RuntimeError.
+    safetensors file, which then does not run. If there is no such save, the error is printed to stderr at exit, and the process
+    ends with status 1 if its status would be 0. Thread-safe. In a forked child every method raises RuntimeError.
     """
 
     def __init__(self, destination: Destination, snapshot: Snapshot, engine: Engine) -> None:
@@ -202,14 +202,12 @@ _saves = _Saves()
 
 
 def _report_unseen() -> None:
-    """Log the errors of failed saves that were not reported before interpreter exit, by default to stderr.
-
-    An exit handler cannot change the exit status any more.
-    """
+    """Print the errors of failed saves that were not reported before interpreter exit, and make the exit a failure."""
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
+        load_async_io().fail_at_exit()  # first: printing may fail
         message = "".join(traceback.format_exception_only(save._error)).strip()
-        _logger.error("deepnvme: '%s' was not saved, and nobody looked at its future: %s", printable(save.path), message)
+        print(f"deepnvme: '{printable(save.path)}' was not saved, and nobody asked for the result: {message}", file=sys.stderr)
 
 
 def _forget() -> None:

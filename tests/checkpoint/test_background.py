@@ -115,17 +115,50 @@ def test_safetensors_are_saved_after_what_was_saved_before(drive: Path) -> None:
     assert torch.equal(load_file(drive / "model.safetensors")["a"], weights["a"])
 
 
-def test_one_that_nobody_looked_at_is_told_at_exit(drive: Path, interpreters: Any) -> None:
-    ended = interpreters.run(f"""
+FAILS = """
+import atexit, sys
+atexit.register(print, "registered first")
 import deepnvme
-deepnvme.async_save([1], {str(drive)!r} + "/seen/a.pt").exception()
-deepnvme.async_save([1], {str(drive)!r} + "/unseen/a.pt")
-""")
+atexit.register(print, "registered last")
+deepnvme.async_save([1], {drive!r} + "/seen/a.pt").exception()
+deepnvme.async_save([1], {drive!r} + "/unseen/a.pt")
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 1), ("sys.exit(0)", 1), ("sys.exit(3)", 3)])
+def test_a_failed_save_that_nobody_asked_about_fails_the_process(drive: Path, interpreters: Any, end: str, status: int) -> None:
+    """All exit handlers run."""
+    ended = interpreters.run(FAILS.format(drive=str(drive)) + end)
     assert ended.stderr == (
-        f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody looked at its future: "
+        f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody asked for the result: "
         f"FileNotFoundError: [Errno 2] No such file or directory: '{drive}/unseen/a.pt'\n"
     )
-    assert ended.returncode == 0
+    assert ended.stdout == "registered last\nregistered first\n"
+    assert ended.returncode == status
+
+
+def test_a_failed_save_does_not_hide_the_exception_that_ends_the_process(drive: Path, interpreters: Any) -> None:
+    ended = interpreters.run(FAILS.format(drive=str(drive)) + "raise ValueError('the reason')")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-2] == "ValueError: the reason"
+    assert "/unseen/a.pt' was not saved" in ended.stderr.splitlines()[-1]
+
+
+def test_a_failed_save_of_a_manager_fails_the_process(drive: Path, interpreters: Any) -> None:
+    ended = interpreters.run(f"""
+import deepnvme, shutil
+manager = deepnvme.CheckpointManager({str(drive)!r} + "/run")
+shutil.rmtree(manager.directory)
+manager.save(7, [1], asynchronous=True)
+""")
+    assert ended.stderr.startswith(f"deepnvme: '{drive}/run/step-00000007.pt' was not saved")
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize("saves", ["", "deepnvme.async_save([1], path)", "deepnvme.async_save([1], path + '/b').exception()"])
+def test_a_process_without_unseen_errors_succeeds(drive: Path, interpreters: Any, saves: str) -> None:
+    ended = interpreters.run(f"import deepnvme\npath = {str(drive)!r} + '/a.pt'\n{saves}")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.root

@@ -49,6 +49,20 @@ def test_a_compiler_without_cxx20_is_passed_over(command: Command, monkeypatch: 
     assert found().command == ("g++",)
 
 
+@pytest.mark.parametrize("chosen", [False, True], ids=["found", "CXX"])
+def test_a_compiler_that_is_only_slow_is_not_called_broken(
+    standin: StandinBuilder, command: Command, monkeypatch: pytest.MonkeyPatch, chosen: bool
+) -> None:
+    slow = command("c++", "PATH=/usr/bin:/bin exec sleep 60")
+    monkeypatch.setenv("PATH", str(slow.parent))
+    monkeypatch.setattr(toolchain, "_TIMEOUT", 0.1)
+    if chosen:
+        monkeypatch.setenv("CXX", str(slow))
+    wanted = r"standin cannot be built: the compiler is too slow: '.*' did not end within 0.1 s \(try again when the machine"
+    with pytest.raises(RuntimeError, match=wanted):
+        standin.load()
+
+
 def test_a_compiler_installed_later_is_noticed_in_the_same_process(
     command: Command, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,12 @@ def run(*arguments: str) -> Ran:
     return subprocess.run([sys.executable, "-m", "deepnvme", *arguments], capture_output=True, text=True)
 
 
+def test_without_a_command_the_error_names_only_the_command() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: the following arguments are required: COMMAND\n")
+
+
 def test_an_op_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")

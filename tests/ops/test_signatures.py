@@ -1,8 +1,9 @@
-"""What help() shows of the op's methods is written by hand, in C++ as in the stub: both name the same arguments and defaults."""
+"""What help() shows of the op: signatures, which C++ and the stub both have, and texts, which are made from the stub's."""
 
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -48,3 +49,26 @@ def test_the_stub_has_the_arguments_that_help_shows(kind: str, op: ModuleType) -
         assert arguments(function) in shown(getattr(getattr(op, kind), function.name)), function.name
         checked += 1
     assert checked
+
+
+TEXTS = runpy.run_path(str(Path(deepnvme.__file__).parents[1] / "packaging" / "help_texts.py"))
+
+
+def test_the_help_texts_are_those_of_the_stubs() -> None:
+    assert TEXTS["HEADER"].read_text() == TEXTS["header"](), "run packaging/help_texts.py"
+
+
+@pytest.mark.parametrize("kind", ["Future", "File", "aio_handle"])
+def test_help_shows_a_text_for_each_public_name(kind: str, op: ModuleType) -> None:
+    shown_class = getattr(op, kind)
+    texts = TEXTS["docstrings"]()
+    assert shown_class.__doc__ == texts[kind]
+    for name, member in vars(shown_class).items():
+        if not name.startswith("_"):
+            assert (member.__doc__ or "").endswith(texts[f"{kind}_{name}"]), name
+
+
+def test_help_says_what_a_newcomer_asks(op: ModuleType) -> None:
+    """Units, what blocks, and what is raised."""
+    for text in ("block_size: Most bytes", "to 1 GiB", "wait() waits", "Offsets and sizes are in bytes", "OSError: "):
+        assert text in op.aio_handle.__doc__

@@ -8,15 +8,22 @@ source_hash: str
 """As in :mod:`deepnvme.ops.aio.async_io_op`."""
 
 class gds_handle(aio_handle):
-    """DeepSpeed's handle for CUDA tensors (DeepSpeed 0.19, ``py_ds_gds.cpp``): the methods of ``aio_handle``, and those below.
+    """Transfers between files and CUDA tensors by GPUDirect Storage: DeepSpeed's handle, with the methods of ``aio_handle``.
 
     cuFile transfers whole pages of a CUDA tensor between the drive and GPU memory, a block at a time on up to 16 threads for each
     worker. Incomplete pages at the ends, and CPU tensors, are transferred as with ``aio_handle``. So are all bytes if cuFile, its
     driver, or the file's filesystem or drive does not support GPU-direct transfers; ``stats()["fallbacks"]`` has the reason.
     ``stats()["bytes_gds"]`` is the number of bytes that cuFile has transferred.
 
-    ``strict``: raise instead: RuntimeError from the constructor if there is no cuFile, and OSError from a transfer of a file that
-    cuFile does not support.
+    Args:
+        block_size: Most bytes of one transfer, 512 to 1 GiB. Larger tensors are split.
+        queue_depth: Most blocks in progress at a time for each worker, 1 to 4096.
+        single_submit: As for ``aio_handle``.
+        overlap_events: Has no effect.
+        intra_op_parallelism: Number of workers, 1 to 256.
+        num_threads: Another name for ``intra_op_parallelism``.
+        strict: Raise rather than fall back: RuntimeError from the constructor if there is no cuFile, and OSError from a transfer
+            of a file that cuFile does not support.
     """
 
     def __init__(

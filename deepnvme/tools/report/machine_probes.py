@@ -26,9 +26,10 @@ _SMALL_SHARED_MEMORY = 512 << 20  # DeepSpeed's threshold
 _SMALL_MEMLOCK = 64 << 20  # the engine's staging buffers at their defaults
 _FEW_AIO_EVENTS = 1024  # eight default handles
 AIO_LIMITS = Path("/proc/sys/fs")
+CPUINFO = Path("/proc/cpuinfo")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
-_VECTOR_EXTENSIONS = ("avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2")
+_VECTOR_EXTENSIONS = {"avx", "avx2", "avx512f", "avx512bw", "asimd", "sve", "sve2"}
 
 
 def ninja() -> Fact:
@@ -154,8 +155,7 @@ def _compiler() -> Fact:
     library = builder.existing_build()
     if library is not None and builder.is_prebuilt():
         return Fact("C++ compiler", None, "none, and none is needed: the op is prebuilt", named="cxx_compiler")
-    problem = f"{found.reason} ({packages.remedy('compiler')})"
-    return Fact("C++ compiler", None, status="FAIL", problems=(problem,), named="cxx_compiler")
+    return Fact("C++ compiler", None, status="FAIL", problems=(toolchain.explained(found),), named="cxx_compiler")
 
 
 def _found(name: str, found: Found, gds: GdsProbe) -> Fact:
@@ -166,13 +166,13 @@ def _found(name: str, found: Found, gds: GdsProbe) -> Fact:
 
 
 def _cpu() -> list[Fact]:
-    """Return the model of the processor, its vector extensions, and how many processors this process may use. Takes a second."""
-    import cpuinfo  # here, because only this needs it
-
-    found = cpuinfo.get_cpu_info()
-    vectors = [flag for flag in found.get("flags", []) if flag in _VECTOR_EXTENSIONS]
+    """Return the model of the processor, its vector extensions, and how many processors this process may use."""
+    lines = (line.partition(":") for line in (_read(CPUINFO) or "").splitlines())
+    found = {name.strip(): value.strip() for name, _, value in lines}
+    flags = found.get("flags") or found.get("Features") or ""  # the latter on ARM
+    vectors = sorted(_VECTOR_EXTENSIONS.intersection(flags.split()))
     return [
-        Fact("CPU", found.get("brand_raw") or platform.machine()),
+        Fact("CPU", found.get("model name") or platform.machine()),
         Fact("vector extensions", ", ".join(vectors) or None),
         Fact("CPUs usable", len(os.sched_getaffinity(0)), named="usable_cpus"),
     ]

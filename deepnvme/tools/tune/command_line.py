@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
     """An argument parser with ``--version`` and no abbreviations. Its errors are one line, with a hint at ``--help``."""
 
     def __init__(self, program: str, description: str) -> None:
-        super().__init__(program, description=description, allow_abbrev=False)
+        units = "Sizes: K, M, G and T are powers of 1024 (400M, 400MiB), KB, MB, GB and TB of 1000. Rates: GB/s is 10^9 bytes."
+        super().__init__(program, description=description, epilog=units, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"deepnvme {__version__}")
 
     def error(self, message: str) -> NoReturn:
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def size(text: str) -> int:
-    """Parse a size such as "400M" and return it in bytes; K, M, G and T are powers of 1024."""
+    """Parse a size such as "400M" and return it in bytes."""
     found = parse_size(text)
     if not found:
         raise argparse.ArgumentTypeError(f"must be a size such as 4096, 128K, 400M or 1G, got {text!r}")

@@ -54,7 +54,7 @@ def _parser() -> Parser:
     mapping = "a process for each: its directory, and the GPU that holds its tensor (which counts with --gpu only)"
     where("--folder_to_device_mapping", nargs="+", action="extend", default=[], metavar="DIR:GPU", help=mapping)
     what = parser.add_argument_group("what").add_argument
-    what("--io_size", type=size, required=True, metavar="BYTES", help="of each process's tensor; K, M, G are powers of 1024")
+    what("--io_size", type=size, required=True, metavar="BYTES", help="of each process's tensor")
     what("--read", dest="operation", action="store_const", const="read", default="write", help="read; else write")
     what("--multi_process", type=positive, default=1, metavar="N", help="processes, with --folder (default: 1)")
     engines = "one handle; one for each call; torch.save and torch.load; torch.save through a handle (default: aio_handle)"

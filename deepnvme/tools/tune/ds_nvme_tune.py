@@ -12,7 +12,7 @@ from typing import Any
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.mounts import Drive, drive_of
 from deepnvme.drives.profiles import profile_path, store_profile
-from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.descriptions import printable, size_for_people
 from deepnvme.tools.report import emit
 from deepnvme.version import __version__
 
@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add("--sweep_config", type=Path, metavar="FILE", help="settings to choose from, as JSON (default: the usual ones)")
     add("--no_read", dest="read", action="store_false", help="writes only")
     add("--no_write", dest="write", action="store_false", help="reads only")
-    size_help = "of the file in each folder; no transfer is larger; K, M, G count 1024 (default: 400M)"
+    size_help = "of the file in each folder; no transfer is larger (default: 400M)"
     add("--io_size", type=size, default=400 << 20, metavar="BYTES", help=size_help)
     add("--gpu", action="store_true", help="tensors in GPU memory, by way of a pinned buffer")
     add("--gds", action="store_true", help="with --gpu: GPUDirect Storage")
@@ -115,7 +115,7 @@ def _order(options: argparse.Namespace) -> Order:
 def _writes_announced(order: Order) -> str:
     """Return the line that announces, before tuning, how much is written and where."""
     where = " and ".join(str(folder) for folder in order.folders)
-    amount = f"{order.write_limit / 1e9:.3g} GB"
+    amount = size_for_people(order.write_limit)
     if not order.write:
         return f"writes {amount} to {where}, to be read"
     return f"writes up to {amount} to {where}: --max-writes SIZE allows less, --no_write measures only reads"

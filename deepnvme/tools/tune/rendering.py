@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.descriptions import printable, size_for_people
 from deepnvme.version import __version__
 
 from .command_line import size_text
@@ -53,7 +53,7 @@ def _rendered(template: str, **values: Any) -> str:
     """Return the text of a template filled in with values, which are escaped in an HTML template."""
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(autoescape=template.endswith(".html"), **options)
-    environment.filters |= {"size": size_text, "three_digits": three_digits, "printable": printable}
+    environment.filters |= {"size": size_text} | {each.__name__: each for each in (size_for_people, three_digits, printable)}
     return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(values).strip("\n")
 
 

@@ -73,6 +73,11 @@ class Order:
         each = least_written(len(self.settings or ()), self.io_size) * len(self.folders)
         return files + len(self.groups) * max(WRITES, each)
 
+    def least_written(self, settings: int) -> int:
+        """Return the fewest bytes that the run writes with ``settings`` settings to choose from, including the files."""
+        searches = len(self.groups) if self.write else 0
+        return (self.io_size + searches * least_written(settings, self.io_size)) * len(self.folders)
+
     def writes_of_each_search(self, settings: int) -> int | None:
         """Return the bytes that each search may write; None if only reads are measured.
 
@@ -84,14 +89,13 @@ class Order:
         """
         if not self.write:
             return None
-        files, searches = self.io_size * len(self.folders), len(self.groups)
-        needed = files + searches * least_written(settings, self.io_size) * len(self.folders)
+        needed = self.least_written(settings)
         if self.write_limit < needed:
             raise NotMeasurable(
                 f"--max-writes: {settings} settings need at least {needed} bytes, got {self.write_limit}; allow more, give fewer "
                 "settings (--sweep_config) or a smaller --io_size, or measure only reads (--no_write)"
             )
-        return (self.write_limit - files) // searches
+        return (self.write_limit - self.io_size * len(self.folders)) // len(self.groups)
 
 
 def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> Tuning:
@@ -111,12 +115,14 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
         NotMeasurable: Before anything is transferred, if the order cannot be carried out on this machine.
         OSError: If a transfer fails.
     """
+    # Before the op is compiled to learn which backends work here: one backend has the fewest settings.
+    order.writes_of_each_search(len(order.settings or default_space(order.io_size, ["auto"], use_gds=order.gds)))
     facts = [folder_facts(folder) for folder in order.folders]
     check_space((folder, order.io_size) for folder in order.folders)
     tensors = 0 if order.gds else order.io_size * len(order.folders)
     check_memory(tensors + order.io_size * sum(each.filesystem in MEMORY_FILESYSTEMS for each in facts))
     progress(0.0, "starting (compiles on first use)")
-    offered, backend = _offered(order)
+    offered, backend = _offered(order, progress)
     writes = order.writes_of_each_search(len(offered))
     begin = time.monotonic()
     searches: list[Search] = []
@@ -136,12 +142,15 @@ def tune(order: Order, progress: SearchProgress = lambda share, step: None) -> T
     return Tuning(order.io_size, time.monotonic() - begin, bench.bytes_written, tuple(searches), refused, limit)
 
 
-def _offered(order: Order) -> tuple[Sequence[AioConfig], str]:
-    """Return the settings to choose from, and the backend that "auto" selects."""
+def _offered(order: Order, progress: SearchProgress) -> tuple[Sequence[AioConfig], str]:
+    """Return the settings to choose from, and the backend that "auto" selects. Leaves out backends if ``max_writes`` is low."""
     from . import transfers  # here, because it takes seconds to import torch
 
     if order.gds:
         transfers.make_handle(AioConfig(use_gds=True))  # raises the reason if GPUDirect Storage does not work
         return order.settings or default_space(order.io_size, ["auto"], use_gds=True), "gds"
     working = [name for name, obstacle in load_async_io().backends().items() if obstacle is None]
-    return order.settings or default_space(order.io_size, working), working[0]
+    auto = working[0]
+    while not order.settings and order.least_written(len(default_space(order.io_size, working))) > order.write_limit:
+        progress(0.0, f"leaving out {working.pop()}: --max-writes is too low to try it as well")
+    return order.settings or default_space(order.io_size, working), auto

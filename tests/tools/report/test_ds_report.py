@@ -279,12 +279,21 @@ def test_json_has_keys_in_snake_case_and_numbers_as_numbers() -> None:
         assert isinstance(found[section][key]["value"], int), key
 
 
-def test_the_processor_is_told_with_its_vector_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"brand_raw": "A processor", "flags": ["fpu", "avx", "avx2", "avx512f"]}
-    monkeypatch.setattr("cpuinfo.get_cpu_info", lambda: found)
-    assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == ("A processor", "avx, avx2, avx512f")
-    monkeypatch.setattr("cpuinfo.get_cpu_info", dict)  # where nothing can be found out
-    assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == (os.uname().machine, None)
+@pytest.mark.parametrize(
+    ("text", "processor", "vectors"),
+    [
+        ("model name\t: A processor\nflags\t\t: fpu avx avx2 avx512f\n\nprocessor\t: 1\n", "A processor", "avx, avx2, avx512f"),
+        ("BogoMIPS\t: 50.00\nFeatures\t: fp asimd sve\n", os.uname().machine, "asimd, sve"),
+        ("", os.uname().machine, None),
+    ],
+    ids=["x86", "ARM", "nothing known"],
+)
+def test_the_processor_is_told_with_its_vector_extensions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, processor: str, vectors: str | None
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(machine_probes, "CPUINFO", tmp_path / "cpuinfo")
+    assert (of_the_system("cpu").value, of_the_system("vector_extensions").value) == (processor, vectors)
 
 
 def test_the_text_has_deepspeeds_table(found: report.Report) -> None:

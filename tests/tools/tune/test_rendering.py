@@ -172,7 +172,7 @@ def test_it_is_said_how_it_was_measured_and_how_sure_the_figures_are() -> None:
     assert "half of the transfers were within 8 % of what their setting usually takes" in page.text
     assert "Measured in turn, 24 times each, with transfers of 64M" in page.text
     assert "-1.0 %-3.0 to +1.0" in re.sub(r"\s*\n\s*", "", page.texts["table"][1])
-    for said in ("at most 400M per folder", "Successive halving in 3 rounds", "1 min 20 s", "12.0 GB written"):
+    for said in ("at most 400M per folder", "Successive halving in 3 rounds", "1 min 20 s", "11.18 GiB written"):
         assert said in page.texts["footer"][0]
 
 

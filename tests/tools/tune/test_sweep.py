@@ -213,19 +213,20 @@ def test_of_twelve_settings_the_six_finalists_are_shown_and_the_best_is_marked(w
 
 def test_what_will_be_written_is_said_before_anything_else(written: Written) -> None:
     first = written.err.splitlines()[0]
-    assert re.fullmatch(r"ds_nvme_tune: writes up to 30.1 GB to .*: --max-writes SIZE allows less, .*", first)
+    assert re.fullmatch(r"ds_nvme_tune: writes up to 28 GiB to .*: --max-writes SIZE allows less, .*", first)
 
 
 def test_help_says_that_it_writes_and_how_much(ds_nvme_tune: Command) -> None:
     told = " ".join(ds_nvme_tune("--help").out.split())
     assert "It writes to the drive: at most 28G for each search (--max-writes)" in told
+    assert "Sizes: K, M, G and T are powers of 1024" in told
 
 
 @pytest.mark.parametrize("option", ["--max-writes", "--max_writes"])
 def test_no_more_is_written_than_allowed(ds_nvme_tune: Command, drive: Path, many: Path, option: str) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "4M", "--seconds", 60, "--sweep_config", many, option, "500M", "--json")
     assert ran.status == 0
-    assert "writes up to 0.524 GB to " in ran.err
+    assert "writes up to 500 MiB to " in ran.err
     document = json.loads(ran.out)
     assert document["write_limit"] == 500 << 20
     assert 400 << 20 < document["bytes_written"] <= 500 << 20
@@ -237,6 +238,27 @@ def test_a_limit_that_is_too_low_is_refused_before_a_byte_is_written(ds_nvme_tun
     told = ds_nvme_tune("--nvme_dir", drive, "--io_size", "4M", "--sweep_config", many, "--max-writes", "20M").refusal(1)
     assert "--max-writes: 12 settings need at least" in told
     assert not [*drive.iterdir()]
+
+
+def test_a_limit_that_is_too_low_is_refused_before_the_op_is_compiled(
+    ds_nvme_tune: Command, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "load_async_io", lambda: pytest.fail("the op is loaded"))
+    told = ds_nvme_tune("--nvme_dir", drive, "--max-writes", "1G").refusal(1)
+    assert re.search(r"--max-writes: \d+ settings need at least \d+ bytes, got 1073741824", told)
+    assert not [*drive.iterdir()]
+
+
+def test_a_low_limit_leaves_out_backends(ds_nvme_tune: Command, drive: Path) -> None:
+    """Rather than to be refused."""
+    options = ("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--no_read", "--json")
+    ran = ds_nvme_tune(*options, "--max-writes", "40M")
+    assert ran.status == 0
+    assert "leaving out threads: --max-writes is too low to try it as well" in ran.err
+    document = json.loads(ran.out)
+    assert document["bytes_written"] <= 40 << 20
+    (search,) = document["searches"]
+    assert "threads" not in {each["backend"] for each in search["results"]}
 
 
 @pytest.mark.parametrize("more", [0, 40 << 20])
@@ -253,7 +275,7 @@ def test_several_folders_share_the_limit(ds_nvme_tune: Command, drive: Path, few
 
 def test_reads_alone_announce_the_file_only(ds_nvme_tune: Command, drive: Path, few: Path) -> None:
     ran = ds_nvme_tune("--nvme_dir", drive, "--io_size", "1M", "--seconds", 1, "--sweep_config", few, "--no_write")
-    assert ran.err.startswith(f"ds_nvme_tune: writes 0.00105 GB to {drive}, to be read\n")
+    assert ran.err.startswith(f"ds_nvme_tune: writes 1 MiB to {drive}, to be read\n")
 
 
 def test_the_document_has_every_setting(written: Written) -> None:

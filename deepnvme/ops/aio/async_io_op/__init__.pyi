@@ -27,6 +27,9 @@ source_hash: str
 def backends() -> dict[str, str | None]:
     """Try each backend. Return, by name, fastest first, None if it works on this machine, else the reason why it does not."""
 
+def fail_at_exit() -> None:
+    """Have the process exit with status 1 if its exit status would be 0. No effect on ``os._exit`` and signals."""
+
 class Future:
     """A read, write or fsync that this op has started: :class:`deepnvme.Future`, which documents it."""
 
@@ -113,10 +116,36 @@ class Engine:
     def close(self, timeout: float | None = None) -> None: ...
 
 class aio_handle:
-    """DeepSpeed's handle: same names, same order, same results (DeepSpeed 0.19, ``py_ds_aio.cpp``).
+    """Reads tensors from files and writes tensors to files, on CPU or CUDA: DeepSpeed's handle, with the same methods.
 
-    Where DeepSpeed returns -1, prints or aborts, this raises: ``OSError`` with errno and filename for I/O, ``ValueError`` and
-    ``TypeError`` for arguments.
+    >>> handle = aio_handle(block_size=1 << 20, queue_depth=32)
+    >>> handle.async_pwrite(tensor, "/mnt/nvme/tensor.bin")  # returns at once
+    0
+    >>> handle.wait()  # blocks until the tensor is written
+    1
+
+    The ``sync_`` methods, ``read`` and ``write`` block until the transfer has ended. The ``async_`` methods return at once, and
+    :meth:`wait` waits for them. Offsets and sizes are in bytes; any value and any address works. Transfers whose memory, size and
+    file offset are multiples of 4096 bytes need no copy; :meth:`new_cpu_locked_tensor` returns such memory.
+
+    Blocking methods release the GIL. A handle may be used by several threads. In a forked child every transfer raises
+    RuntimeError. Dropping the handle waits for its transfers.
+
+    Args:
+        block_size: Most bytes of one transfer of the system, 512 to 1 GiB. Larger tensors are split.
+        queue_depth: Most blocks in progress at a time for each worker, 1 to 4096.
+        single_submit: Make one system call for each block rather than one for many.
+        overlap_events: Has no effect: the engine always overlaps submission and completion.
+        intra_op_parallelism: Number of workers (threads, each with its own queue), 1 to 256. One saturates most drives.
+        num_threads: Another name for ``intra_op_parallelism``.
+        backend: "io_uring", "libaio" or "threads"; "auto" is the first of these that the kernel accepts.
+
+    Raises:
+        TypeError: For an argument of the wrong type, from every method.
+        ValueError: For a setting out of range; from transfers, for a tensor that is not contiguous (reads), or a range outside
+            the file (reads).
+        OSError: If the kernel refuses the backend; from transfers, with errno and filename. After an error the handle stays
+            usable.
     """
 
     def __init__(
@@ -131,83 +160,135 @@ class aio_handle:
         backend: str = "auto",
     ) -> None: ...
     def read(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
-        """Read ``buffer.nbytes`` bytes at ``file_offset`` into the tensor, and return 0. Blocks.
+        """Read ``buffer.nbytes`` bytes of the file, from byte ``file_offset`` on, into the tensor. Blocks. Returns 0.
 
-        ``validate``: compare the tensor with the file afterwards; OSError (EIO) says at which byte they differ.
+        With ``validate``, compares the tensor with the file afterwards.
+
+        Raises:
+            ValueError: If the tensor is not contiguous, or the range ends past the end of the file.
+            OSError: If the file cannot be opened or read; EIO, with the first byte that differs, from ``validate``.
         """
     def write(self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, file_offset: int = 0) -> Literal[0]:
-        """Write the tensor's bytes at ``file_offset``, and return 0. Blocks. ``validate`` as for :meth:`read`."""
+        """Write the tensor's bytes to the file, from byte ``file_offset`` on. Blocks. Returns 0.
+
+        The file is created if it is missing, and never truncated. The drive has the bytes, but a power cut can still lose them:
+        call ``os.fsync`` if that matters. With ``validate``, compares the tensor with the file afterwards.
+
+        Raises:
+            OSError: If the file cannot be opened or written; ENOSPC before a byte is written if the disk has too little space;
+                EIO, with the first byte that differs, from ``validate``.
+        """
     # pread(buffer, filename, validate, async, file_offset=0): `async` is a Python keyword, so the stub cannot spell it;
     # pass it by position.
     def pread(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, async_: bool, /, file_offset: int = 0
     ) -> int:
-        """Read like :meth:`read` and return 1; with ``async``, start reading and return 0: :meth:`wait` waits for it."""
+        """Without ``async``, read like :meth:`read`, and return 1. With it, start reading, and return 0; :meth:`wait` waits.
+
+        ``async`` is a keyword of Python: pass it by position.
+        """
     def pwrite(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool, async_: bool, /, file_offset: int = 0
     ) -> int:
-        """Write like :meth:`write` and return 1; with ``async``, start writing and return 0: :meth:`wait` waits for it."""
-    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Read into the tensor, and return 1, the number of operations that have ended. Blocks."""
-    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write the tensor, and return 1, the number of operations that have ended. Blocks."""
-    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]:
-        """Start reading into the tensor, which must not be touched before :meth:`wait`, and return 0.
+        """Without ``async``, write like :meth:`write`, and return 1. With it, start writing, and return 0; :meth:`wait` waits.
 
-        Until the read has ended, the tensor's storage is kept, and must not be resized: see ``deepnvme.Engine.read``.
+        ``async`` is a keyword of Python: pass it by position.
+        """
+    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Read ``buffer.nbytes`` bytes of the file into the tensor. Blocks. Returns 1: one operation has ended.
+
+        ``file_offset``: bytes from the start of the file. Raises like :meth:`read`.
+        """
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Write the tensor's bytes to the file. Blocks. Returns 1: one operation has ended.
+
+        ``file_offset``: bytes from the start of the file. The file is created, and errors are raised, as by :meth:`write`.
+        """
+    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> Literal[0]:
+        """Start reading ``buffer.nbytes`` bytes of the file into the tensor. Returns 0 at once; :meth:`wait` waits.
+
+        The tensor must not be touched before :meth:`wait` has returned. Until then the handle keeps the tensor's storage, which
+        must not be resized. A CUDA tensor is written to after the work queued on the device's current stream.
+
+        Args:
+            buffer: Contiguous tensor of any dtype, on the CPU or a CUDA device.
+            filename: Path of the file.
+            file_offset: Bytes from the start of the file.
+
+        Raises:
+            ValueError: If the tensor is not contiguous, or the range ends past the end of the file.
+            OSError: If the file cannot be opened. Errors of the transfer are raised by :meth:`wait`.
         """
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str] | int, file_offset: int = 0) -> Literal[0]:
-        """Start writing the tensor, which must not be changed before :meth:`wait`, and return 0.
+        """Start writing the tensor's bytes to the file. Returns 0 at once; :meth:`wait` waits.
 
-        Until the write has ended, the tensor's storage is kept, and must not be resized, as for :meth:`async_pread`.
-        ``filename``: a path, or the descriptor of a file that is open for writing.
+        The tensor must not be changed before :meth:`wait` has returned. Until then the handle keeps the tensor's storage, which
+        must not be resized.
+
+        Args:
+            buffer: Tensor of any dtype, on the CPU or a CUDA device. A tensor that is not contiguous is copied first.
+            filename: Path of the file, which is created if it is missing, and never truncated; or the descriptor (int) of a file
+                that is open for writing.
+            file_offset: Bytes from the start of the file.
+
+        Raises:
+            OSError: If the file cannot be opened, or the disk has too little space (ENOSPC). Errors of the transfer are raised by
+                :meth:`wait`.
         """
     def async_pread_many(
         self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
         """Start reading into several tensors, each from its own file, by one call. DeepSpeed has no such method.
 
-        Otherwise like :meth:`async_pread`. If it raises, none of its reads is in progress, or counted by :meth:`wait`.
+        Otherwise like :meth:`async_pread`. ``file_offsets``: bytes from the start of each file; None reads all from the start.
+        If the call raises, none of its reads is in progress, or counted by :meth:`wait`.
         """
     def async_pwrite_many(
         self, buffers: Sequence[torch.Tensor], filenames: Sequence[AnySource], file_offsets: Sequence[int] | None = None
     ) -> Literal[0]:
         """Start writing several tensors, each to its own file, by one call: see :meth:`async_pread_many`."""
     def wait(self) -> int:
-        """Wait for all operations in progress, and return how many operations were started since the last wait.
+        """Block until all operations in progress have ended. Returns how many operations were started since the last wait.
 
-        After all have ended, raises the first error of any of them. The next wait counts from zero.
+        Returns 0 if there was none. Ctrl-C interrupts the wait, not the operations: call it again.
+
+        Raises:
+            OSError: The first error of any operation, with errno and filename, after all have ended. The next wait counts from
+                zero.
         """
     def get_block_size(self) -> int:
-        """Return the most bytes of one system-level transfer."""
+        """Return the most bytes of one transfer of the system."""
     def get_queue_depth(self) -> int:
         """Return the most blocks that each worker has in progress at a time."""
     def get_single_submit(self) -> bool:
         """Return whether each block is submitted by a separate system call."""
     def get_overlap_events(self) -> bool:
-        """Return the setting as it was given; the engine overlaps in any case."""
+        """Return ``overlap_events`` as it was given. The engine always overlaps."""
     def get_intra_op_parallelism(self) -> int:
         """Return the number of workers, each with its own queue."""
     def get_thread_count(self) -> int:
-        """Return the number of workers, under another of DeepSpeed's names."""
+        """Return the number of workers, like :meth:`get_intra_op_parallelism`."""
     def get_alignment(self) -> int:
-        """Return 512 bytes times the number of workers: DeepSpeed's buffers are multiples of that."""
+        """Return 512 bytes times the number of workers. DeepSpeed pads its buffers to a multiple of this."""
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return a flat pinned tensor of ``num_elem`` zeros, with the dtype of ``example_tensor``. Raises MemoryError."""
+        """Return a flat tensor of ``num_elem`` zeros in page-locked memory, with the dtype of ``example_tensor``.
+
+        Transfers of such a tensor need no copy. Raises MemoryError if the system has too little memory.
+        """
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Take a tensor of :meth:`new_cpu_locked_tensor` off the record of pinned memory; return whether it was on it.
+        """Forget that a tensor of :meth:`new_cpu_locked_tensor` is pinned. Returns whether it was known to be.
 
         The memory is freed with its last view.
         """
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Return whether the tensor lies in memory that any handle of this package has pinned."""
+        """Return whether the tensor lies in memory that any handle or engine of this package has pinned."""
     def stats(self) -> dict[str, Any]:
-        """Return what the handle's engine has done, by the names of :class:`deepnvme.Stats`."""
+        """Return counters of the handle's transfers, by the names of :class:`deepnvme.Stats`. Never blocks."""
 
 def empty_pinned(nbytes: int, node: int | None = None) -> PinnedBuffer:
     """Allocate page-locked memory of ``nbytes`` bytes, zeroed, on a NUMA node if one is given.
 
-    Raises MemoryError, or ValueError for a node that the machine has not.
+    Raises MemoryError, or ValueError if the machine has no such node.
     """
 
 def is_pinned(tensor: torch.Tensor) -> bool:
@@ -222,7 +303,10 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> Literal[0]:
-    """Read from the start of a file with a handle of these settings, made for this call alone: see :meth:`aio_handle.read`."""
+    """Read the start of a file into a tensor, with a handle made for this call alone. Blocks. Returns 0.
+
+    Arguments are those of :class:`aio_handle` and its ``read``.
+    """
 
 def aio_write(
     buffer: torch.Tensor,
@@ -233,7 +317,10 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> Literal[0]:
-    """Write to the start of a file with a handle of these settings, made for this call alone: see :meth:`aio_handle.write`."""
+    """Write a tensor to the start of a file, with a handle made for this call alone. Blocks. Returns 0.
+
+    Arguments are those of :class:`aio_handle` and its ``write``.
+    """
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> Literal[0]:
-    """Copy the bytes of one tensor into another of the same size. Raises ValueError if the sizes differ."""
+    """Copy the bytes of ``src`` into ``dest``. Returns 0. Raises ValueError if their sizes in bytes differ."""
