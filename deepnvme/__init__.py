@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from . import quantization as quantization
     from . import report as report
     from . import safetensors as safetensors
-    from . import store as store
     from . import streaming as streaming
     from . import swap as swap
     from . import tables as tables
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointManager, NVMeReader, NVMeWriter, SaveFuture, async_save, load, save
     from .drives.aio_config import AioConfig
     from .drives.profiles import engine_for
-    from .offload import OffloadedOptimizer, save_on_disk
+    from .offload import OffloadedOptimizer, OffloadedTraining, save_on_disk
+    from .tables import Table
 
 __all__ = [
     "AioConfig",
@@ -39,8 +39,10 @@ __all__ = [
     "NVMeReader",
     "NVMeWriter",
     "OffloadedOptimizer",
+    "OffloadedTraining",
     "SaveFuture",
     "Stats",
+    "Table",
     "__version__",
     "async_save",
     "engine_for",
@@ -53,6 +55,8 @@ _CHECKPOINT = ("CheckpointManager", "NVMeReader", "NVMeWriter", "SaveFuture", "a
 _LATER = {
     "AioConfig": "drives.aio_config",
     "OffloadedOptimizer": "offload",
+    "OffloadedTraining": "offload",
+    "Table": "tables",
     "engine_for": "drives.profiles",
     "save_on_disk": "offload",
     **dict.fromkeys(_CHECKPOINT, "checkpoint"),
@@ -61,7 +65,7 @@ _LATER = {
 
 _PACKAGES = (
     "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "quantization", "report", "safetensors",
-    "store", "streaming", "swap", "tables", "tune",
+    "streaming", "swap", "tables", "tune",
 )  # fmt: skip
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 

@@ -23,7 +23,7 @@ STREAMING = STORE | CHECKPOINT
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
 BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
-OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.tiles", "offload.training"}
+OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.options", "offload.tiles", "offload.training"}
 INTEGRATIONS = STREAMING | OFFLOAD | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -38,14 +38,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": TABLES,
     "offload.pinned_arena": STORE,
     "states": STORE,
-    "offload.optimizer": STORE | {"states"},
+    "offload.options": TRANSFER,
+    "offload.optimizer": STORE | {"states", "offload.options"},
     "offload.activations": ACTIVATIONS,
     "offload.tiles": BASE | {"memory", "model"},
     "offload.training.ranks": BASE | {"memory", "states", "offload.activations"},
     "offload.training.blocks": BLOCKS,
     "offload.training": CHECKPOINT  # a training may begin with the weights of a checkpoint
     | BLOCKS
-    | {"offload.tiles", "offload.training.blocks"},
+    | {"offload.options", "offload.tiles", "offload.training.blocks"},
     "offload": {"_lazy", "states"} | OFFLOAD - {"offload"},
     "checkpoint.formats": TRANSFER,
     "checkpoint": CHECKPOINT,

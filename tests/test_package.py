@@ -18,13 +18,15 @@ import pytest
 import deepnvme
 
 ROOT = Path(deepnvme.__file__).parents[1]
-_LAZY = ("checkpoint", "integrations", "integrations.deepspeed", "ops", "streaming", "swap")
-PACKAGES = ["deepnvme", *(f"deepnvme.{name}" for name in _LAZY)]
-"""Packages whose names are imported on first use."""
+_PUBLIC = (
+    "checkpoint", "integrations", "integrations.deepspeed", "memory", "offload", "ops", "store", "streaming", "swap", "tables",
+)  # fmt: skip
+PACKAGES = ["deepnvme", *(f"deepnvme.{name}" for name in _PUBLIC)]
+"""Packages that have public names, and modules besides that are not public."""
 SUBMODULES = {
     "deepnvme": {
         "checkpoint", "integrations", "io", "memory", "nn", "offload", "ops", "profiles", "quantization", "report", "safetensors",
-        "store", "streaming", "swap", "tables", "tune",
+        "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
         "accelerate", "deepspeed", "metrics", "sglang", "tensornvme", "transformers", "transformers_training",

@@ -66,12 +66,12 @@ def _step(directory: Path, scale: float, dtype: torch.dtype, **given: Any) -> Tu
 
 
 def training(directory: Path, scale: float) -> Turn:
-    """A step of a Llama with parameters, gradients, states and activations on the drive, an eighth of them in memory."""
+    """A step of a Llama with parameters, gradients, states and activations on the drive, a quarter of them in memory."""
     from deepnvme.offload import OffloadedTraining
 
     shape = TrainingShape(512, max(2, int(scale * 12)), 1000, sequences=4, tokens=64, dtype="float32")
     model = training_models.make(shape, recomputed=False)
-    options: dict[str, Any] = {"memory_budget": shape.nbytes // 8, "activations": "nvme", "lr": 1e-4, "fused": True}
+    options: dict[str, Any] = {"memory_budget": shape.nbytes // 4, "activations": "nvme", "lr": 1e-4, "fused": True}
     trained = OffloadedTraining(model, torch.optim.AdamW, blocks=model.blocks, nvme_path=directory, **options)
     batch = training_models.batch(shape, 0)
     for _ in range(STEPS_TO_SETTLE):

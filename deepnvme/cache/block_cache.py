@@ -16,6 +16,7 @@ from deepnvme.cache.block import Block, Memory, State
 from deepnvme.cache.monitor import Monitor, Wait
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.telemetry.high_water_mark import HighWaterMark
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 
@@ -98,6 +99,7 @@ class BlockCache(Monitor):
         busy_bytes: Bytes in transfer that keep the drive busy. Beyond them, only transfers that a caller waits for are
             started.
         helper: Name of a thread that starts the next transfers while the caller computes; None for no such thread.
+        leased: Counts the bytes of memory that blocks have, residents included; None for a count of this cache alone.
     """
 
     def __init__(
@@ -109,9 +111,11 @@ class BlockCache(Monitor):
         read_again: bool = True,
         busy_bytes: int = sys.maxsize,
         helper: str | None = None,
+        leased: HighWaterMark | None = None,
     ) -> None:
         super().__init__(helper)
         self.memory = memory
+        self.leased = leased or HighWaterMark()
         self.used = 0
         """Bytes of blocks' memory that count against the memory's limit."""
         self.bytes_read = 0
@@ -601,10 +605,12 @@ class BlockCache(Monitor):
     def _hold(self, block: Block) -> None:
         """Record that a block has memory, and whether it counts against the limit."""
         self._held[block] = self._counts(block)
+        self.leased.add(block.nbytes)
         if self._held[block]:
             self.used += block.nbytes
 
     def _release_memory(self, block: Block, memory: Memory) -> None:
+        self.leased.add(-block.nbytes)
         if self._held.pop(block):
             self.used -= block.nbytes
         memory.release()

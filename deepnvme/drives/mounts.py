@@ -6,12 +6,14 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from deepnvme.files.regular_files import lines_of
+from deepnvme.telemetry.callers import stack_level
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 """Filesystems that keep files in memory."""
@@ -80,6 +82,23 @@ def drive_of(path: Path) -> Drive:
     if not stat.S_ISDIR(status.st_mode) and place.parent.stat().st_dev == status.st_dev:
         place = place.parent  # so that the files of a directory are looked up once
     return _look_up(place, status.st_dev, hash(tuple(lines_of(MOUNTS))), MOUNTS, BLOCK_DEVICES)
+
+
+_warned_of: set[str] = set()
+"""Mount points in memory that :func:`warn_of_memory` has warned of."""
+
+
+def warn_of_memory(paths: Iterable[Path]) -> None:
+    """Warn, with UserWarning, if paths are on tmpfs or ramfs, where data that should save memory takes memory.
+
+    Warns once for each file system, since one call of the user may make several objects on it. Raises OSError like
+    :func:`drive_of`.
+    """
+    for path in paths:
+        drive = drive_of(path)
+        if drive.kind == "memory" and drive.mount is not None and drive.mount.point not in _warned_of:
+            _warned_of.add(drive.mount.point)
+            warnings.warn(f"'{path}' is on {drive.mount.filesystem}: this is memory, it saves none", stacklevel=stack_level())
 
 
 @functools.lru_cache(maxsize=64)

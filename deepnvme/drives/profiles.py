@@ -22,6 +22,7 @@ from deepnvme.drives.mounts import Drive, drive_of
 from deepnvme.engine import Engine
 from deepnvme.files.regular_files import NotARegularSmallFile, read_regular
 from deepnvme.files.replacing import replacing, with_filename
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.descriptions import printable
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
@@ -221,7 +222,7 @@ def create_engine(settings: AioConfig, from_user: bool, in_flight_bytes: int | N
         if from_user or settings.backend == "auto":
             raise
         text = f"backend {settings.backend} of the drive profile does not work ({error}): using auto; tune the drive again"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
         return Engine(**{**arguments, "backend": "auto"})
 
 
@@ -230,5 +231,5 @@ def _profile_settings(drive: Drive) -> AioConfig | None:
     try:
         return profile_of(drive)
     except ValueError as error:
-        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{error}; until then it is ignored", RuntimeWarning, stacklevel=stack_level())
         return None

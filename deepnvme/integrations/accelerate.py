@@ -35,6 +35,7 @@ from deepnvme.streaming.pretrained import locating_weights, with_dtypes_kept
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
 from deepnvme.streaming.weights.weight_store import WeightStore
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.descriptions import shorten
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def dispatch_model(
         if others:
             obstacle = f"the device map names {', '.join(sorted(others))} too"
         text = f"{obstacle}: weights on the disk are read by accelerate itself, one at a time, and not streamed"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=stack_level())
     original = _originals["dispatch_model"]
     return original(model, device_map, main_device, state_dict, offload_dir, offload_index, *arguments, **options)
 

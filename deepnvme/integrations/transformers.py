@@ -33,6 +33,7 @@ import torch
 
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.offload import ActivationReport, save_on_disk
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .transformers_training import offload_training as offload_training
@@ -82,7 +83,7 @@ class _Offload:
             reason = f"no tensor that autograd saved has min_bytes ({self.options['min_bytes']}) or more"
             if not self.forwards:
                 reason = "the forward does not run in Trainer.compute_loss_context_manager, which a subclass may have overridden"
-            warnings.warn(f"no activations go to the drive: {reason}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"no activations go to the drive: {reason}", RuntimeWarning, stacklevel=stack_level())
         return {
             "activations_saved_gb": report.saved_bytes / 1e9,
             "activations_written_gb": report.bytes_written / 1e9,

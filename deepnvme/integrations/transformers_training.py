@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from deepnvme._former_names import option_names, refuse_options
 from deepnvme.offload import OffloadedTraining
 from deepnvme.states.partition import ELEMENTWISE
 
@@ -70,11 +71,15 @@ def offload_training(
     Raises:
         ImportError: If transformers, or accelerate that its trainer needs, is not installed.
         RuntimeError: If ``Trainer`` differs in this version of transformers, or the trainer is offloaded already.
+        TypeError: For an unknown option, such as a misspelt one.
         ValueError: If the trainer, or one of its options, does not support offloading. Nothing is changed then.
         OSError: If the drive cannot be read or written.
     """
     _check_version()
     _check(trainer)
+    of_training = option_names(OffloadedTraining.__init__)
+    because = "it takes the options of OffloadedTraining, and the optimizer's are in the TrainingArguments"
+    refuse_options("offload_training", options.keys() - of_training.keys(), of_training, because)
     optimizer_class, optimizer_options, param_groups = _optimizer_of(trainer)
     max_norm = trainer.args.max_grad_norm if trainer.args.max_grad_norm > 0 else None
     training = OffloadedTraining(

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from deepnvme.telemetry.high_water_mark import HighWaterMark
+
 from .pool import BufferPool, Lease
 
 
 class GrowableLease:
-    """A lease that is replaced by a larger one when more bytes are needed."""
+    """A lease that is replaced by a larger one when more bytes are needed.
 
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
+    Args:
+        pool: The pool to lease from.
+        leased: Counts the bytes of the lease.
+    """
+
+    def __init__(self, pool: BufferPool, leased: HighWaterMark) -> None:
+        self._pool, self._leased = pool, leased
         self._lease: Lease | None = None
 
     @property
@@ -27,10 +34,12 @@ class GrowableLease:
         if self._lease is None or self._lease.nbytes < nbytes:
             self.release()
             self._lease = self._pool.lease(max(nbytes, 1))
+            self._leased.add(self._lease.nbytes)
         return self._lease.buffer[:nbytes]
 
     def release(self) -> None:
         """Return the memory to the pool. Tensors from :meth:`take` must not be used any more. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
+            self._leased.add(-lease.nbytes)
             lease.release()

@@ -268,7 +268,7 @@ class BufferPool:
         most = "; ".join(f"{held} by {holder}" for holder, held in holders.most_common(5))
         raise OutOfBuffers(
             f"{nbytes} bytes of buffers are wanted; of the budget of {budget} bytes, {in_use} are in use{circumstances}"
-            f"{f' ({most})' if most else ''}: set a budget of at least {enough} (deepnvme.swap.set_buffer_budget), "
+            f"{f' ({most})' if most else ''}: set a budget of at least {enough} (deepnvme.memory.set_buffer_budget), "
             "or release leases and drop the tensors over them"
         )
 

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from deepnvme._former_names import former_names
-from deepnvme.drives.aio_config import AioConfig
+from deepnvme._former_names import check_optimizer_options, former_names
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
-from deepnvme.memory.pool import BufferPool, buffer_pool
+from deepnvme.memory.pool import buffer_pool
+from deepnvme.offload.options import OptimizerOptions
 from deepnvme.states.partition import SubGroupPlanner
 from deepnvme.states.report import StepReport
 from deepnvme.states.residency import ResidencyPolicy
@@ -81,19 +82,15 @@ class OffloadedOptimizer(Optimizer):
             sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
             Required for parameters on CUDA devices, because states are stepped on the CPU.
-        sub_group_size: Elements that are read, stepped and written at once. A larger parameter is cut if the optimizer is one of
-            torch's that work element by element, and the parameter is float32 or float64, or has master weights. Otherwise the
-            largest parameter determines the least memory needed.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
-        checksum: Verify states when they are read, and when a state_dict is made.
-        pool: Buffer pool to lease memory from; by default the process's.
-        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+        advanced: Rarely used options: ``aio_config``, ``checksum``, ``pool`` and ``sub_group_size``. Each may also be given as a
+            keyword argument of this class.
         **optimizer_kwargs: Passed to ``optimizer_class``.
 
     Raises:
         ValueError: If an argument is out of range, or a parameter or the optimizer cannot be offloaded.
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has a wrong type, or is unknown, such as a misspelt one.
         StoreLocked: If a directory is in use; the message names the owner.
         OutOfBuffers: If the sub-groups in flight and the resident ones do not fit into the part of the buffer pool's budget that
             others have not leased.
@@ -102,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
     Also raises the exceptions of ``optimizer_class`` for its arguments.
     """
 
-    @former_names(nvme_path="path", dram_budget="memory_budget", config="aio_config")
+    @former_names(OptimizerOptions, nvme_path="path", dram_budget="memory_budget", config="aio_config")
     def __init__(
         self,
         params: Iterable[Any],
@@ -111,30 +108,30 @@ class OffloadedOptimizer(Optimizer):
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         memory_budget: MemoryBudget = 0,
         master_weights: bool = False,
-        sub_group_size: int = 1 << 22,
         offload_gradients: bool = False,
-        checksum: bool = False,
-        pool: BufferPool | None = None,
-        aio_config: AioConfig | None = None,
+        advanced: OptimizerOptions | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         budget = budget_bytes(memory_budget, "memory_budget")
+        advanced = advanced or OptimizerOptions()
+        size = advanced.sub_group_size
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise TypeError(f"optimizer_class must be a torch optimizer's class, as torch.optim.AdamW, got {optimizer_class!r}")
-        if not isinstance(sub_group_size, int):
-            raise TypeError(f"sub_group_size must be a whole number of elements, got {sub_group_size!r}")
+        check_optimizer_options(OffloadedOptimizer.__init__, optimizer_kwargs, optimizer_class)
+        if not isinstance(size, int):
+            raise TypeError(f"sub_group_size must be a whole number of elements, got {size!r}")
         closure = inspect.signature(optimizer_class.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
                 f"{optimizer_class.__name__} evaluates the loss several times a step, over all parameters at once: it cannot be"
                 " offloaded; choose an optimizer that steps each parameter by itself"
             )
-        if sub_group_size < 1:
-            raise ValueError(f"sub_group_size must be positive, got {sub_group_size}")
-        self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, sub_group_size)
+        if size < 1:
+            raise ValueError(f"sub_group_size must be positive, got {size}")
+        self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
         self._residency = ResidencyPolicy(self._planner, budget, offload_gradients)
-        self._pool = buffer_pool() if pool is None else pool
-        self._checksum, self._offload_gradients = checksum, offload_gradients
+        self._pool = buffer_pool() if advanced.pool is None else advanced.pool
+        self._checksum, self._offload_gradients = advanced.checksum, offload_gradients
         super().__init__(params, self._planner.defaults())
         first = self._planner.sub_groups_of(self.param_groups, 0, 0)
         if is_automatic(memory_budget):
@@ -145,7 +142,9 @@ class OffloadedOptimizer(Optimizer):
         self._warned = False
         owner = DirectoryOwner("OffloadedOptimizer", close_for_successor=weakref.WeakMethod(self._close_for_successor))
         try:
-            self._store = TensorStore(_own_directories(path), checksum=checksum, aio_config=aio_config, owner=owner)
+            directories = _own_directories(path)
+            warn_of_memory(map(Path, directories))
+            self._store = TensorStore(directories, checksum=advanced.checksum, aio_config=advanced.aio_config, owner=owner)
             # Only now: an optimizer that was there before may have had memory until here.
             if is_automatic(memory_budget):
                 self._residency.limit_budget(first, self._pool.budget - self._pool.in_use)
@@ -249,7 +248,7 @@ class OffloadedOptimizer(Optimizer):
         try:
             super().add_param_group(param_group)
             more = self._planner.sub_groups_of(self.param_groups[groups:], groups, len(self._sub_groups))
-            others = max(0, self._pool.in_use - self._step.leased_bytes * 9 // 8)  # leases may take up to an eighth more
+            others = max(0, self._pool.in_use - self._step.io.leased.now * 9 // 8)  # leases may take up to an eighth more
             self._residency.check_memory([*self._sub_groups, *more], self._pool, others)
             self._step.add(more)
         except BaseException:

@@ -14,6 +14,7 @@ import torch
 from deepnvme.cache.block import Block
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.tensor_store import TensorStore
+from deepnvme.telemetry.high_water_mark import HighWaterMark
 from deepnvme.telemetry.stopwatch import Stopwatch
 
 from .report import DriveReport
@@ -105,6 +106,8 @@ class CountedIO:
     def __init__(self, store: TensorStore) -> None:
         self.store = store
         self.times = StepTimes()
+        self.leased = HighWaterMark()
+        """Bytes of memory that are leased for blocks and gradients."""
         self.bytes_written_in_all = 0
         """Bytes of all writes started so far, for any purpose."""
         self._last: DriveReport | None = None
@@ -175,6 +178,7 @@ class CountedIO:
             "writing": times.writes.seconds,
             "bytes_read": times.reads.nbytes,
             "bytes_written": times.writes.nbytes,
+            "peak_bytes": self.leased.restart(),
         }
 
     def keep_report(self, report: DriveReport) -> None:

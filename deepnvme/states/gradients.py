@@ -106,12 +106,12 @@ class SubGroupGradients:
         """2-norms of the whole gradients of parameters that are cut into pieces. A second backward drops a parameter's norm."""
         self._scale: torch.Tensor | None = None
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
-        self._cache = BlockCache(io, self._memory, retain=False, read_again=False)
+        self._cache = BlockCache(io, self._memory, retain=False, read_again=False, leased=io.leased)
         self._largest = 0
         """Bytes of the largest gradient block of any sub-group."""
         self._taken: StoredBlock | None = None
         """The gradient block that :meth:`take` has read for its last result, and may have scaled in place; None without one."""
-        self._scratch = GrowableLease(pool)
+        self._scratch = GrowableLease(pool, io.leased)
 
     # -- in backward
 
@@ -292,12 +292,6 @@ class SubGroupGradients:
         return total
 
     # -- memory
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of memory that are leased for gradients."""
-        blocks = (kept.block for kept in self._collected.values())
-        return self._scratch.nbytes + sum(block.nbytes for block in blocks if block.in_memory)
 
     def clear(self) -> None:
         """Drop all collected gradients and release their memory. Their space on the drive is kept for the next gradients.

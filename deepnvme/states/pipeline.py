@@ -44,18 +44,13 @@ class SubGroupPipeline:
     ) -> None:
         self._io, self.versions, self._gradients, self._planner, self._pool = io, versions, gradients, planner, pool
         self._memory = PooledMemory(pool, 0, shortage, separate_residents=True)
-        self.cache = BlockCache(io, self._memory, read_again=False)
+        self.cache = BlockCache(io, self._memory, read_again=False, leased=io.leased)
         self._blocks: dict[SubGroup, SubGroupStates] = {}
         self._largest = 1
         """Bytes of the largest block."""
         self._in_flight = BLOCKS_IN_FLIGHT
         """Number of non-resident blocks that the memory has room for."""
         self._upcoming: list[SubGroup] = []
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of memory that are leased for blocks."""
-        return sum(block.nbytes for block in self._blocks_in_memory())
 
     @property
     def resident_bytes(self) -> int:

@@ -32,6 +32,9 @@ class DriveReport(ReportFigures):
     """Bytes of states and gradients, and with a training also of parameters, that were read. Without checkpoints."""
     bytes_written: int
     """Bytes of states and gradients, and with a training also of parameters, that were written. Without checkpoints."""
+    peak_bytes: int
+    """Most bytes of memory that were leased at a time since the step before, for states and gradients on their way to or from
+    the drive or staying in memory, and with a training also for parameters. Without saved activations."""
     period: float
     """Time from the end of the step before to the end of this one, whatever was done in it; of the first step, ``seconds``."""
 
@@ -77,5 +80,6 @@ class StepReport(DriveReport):
             f"step {self.step}: {self.seconds:.3f} s, computing {self.computing:.3f}, waiting {self.waiting:.3f};"
             f" read {decimal_size(self.bytes_read)} at {self.read_gb_per_second:.2f} GB/s,"
             f" wrote {decimal_size(self.bytes_written)} at {self.write_gb_per_second:.2f} GB/s;"
+            f" at most {decimal_size(self.peak_bytes)} in memory;"
             f" {decimal_size(self.bytes_written_in_all)} written in all, {self.terabytes_per_day:.2f} TB a day"
         )

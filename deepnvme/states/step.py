@@ -107,11 +107,6 @@ class OptimizerStep:
         self._refusals: list[RemovableHandle] = []
         self._ranks = ParamRanks(())
 
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of memory that are leased for the sub-groups' blocks and gradients."""
-        return self._pipeline.leased_bytes + self._gradients.leased_bytes
-
     def add(self, sub_groups: Sequence[SubGroup]) -> None:
         """Add sub-groups and reserve space for their blocks. Raises OSError, and adds none, if the drive has no room."""
         self._residency.choose([*self.sub_groups, *sub_groups])

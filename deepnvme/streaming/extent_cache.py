@@ -47,6 +47,8 @@ class ExtentCache:
     ) -> None:
         self._reads = _Reads(read, sizes if stored is None else stored)
         self._cache = BlockCache(self._reads, slots, retain=False)
+        self.leased = self._cache.leased
+        """Bytes of memory that extents have."""
         self._blocks = {key: Block(key, nbytes, stored=True) for key, nbytes in sizes.items()}
         self._cache.keep({block: key in residents for key, block in self._blocks.items()})
 

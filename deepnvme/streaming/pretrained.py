@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from deepnvme._former_names import former_names
+from deepnvme._former_names import former_names, option_names, refuse_options
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
@@ -177,12 +177,10 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
     else:
         others = {key: options[key] for key in options.keys() - {"config", "dtype", "generation_config", "torch_dtype"}}
         config, unused = transformers.AutoConfig.from_pretrained(given or name, return_unused_kwargs=True, **others)
-    unknown = sorted(set(unused).difference(_HUB, _CHOOSING, _LOADING))
-    if unknown:
-        raise TypeError(
-            f"from_pretrained does not know {', '.join(unknown)}: neither it nor transformers has such an option, and"
-            f" {type(config).__name__} has no such attribute that could be set here"
-        )
+    known = {name: name for name in (*_HUB, *_CHOOSING, *_LOADING)}
+    because = "neither it nor transformers has such an option, and"
+    because += f" {type(config).__name__} has no such attribute that could be set here"
+    refuse_options("from_pretrained", set(unused).difference(known), {**known, **option_names(from_pretrained)}, because)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)

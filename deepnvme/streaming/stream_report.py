@@ -25,6 +25,8 @@ class StreamReport(ReportFigures):
     """Seconds that blocks waited for their weights."""
     resident_bytes: int
     """Bytes of weights of blocks that stay in memory once they have been read."""
+    peak_bytes: int
+    """Most bytes of weights of blocks that were in memory at a time, those that stay and those read ahead included."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -35,5 +37,5 @@ class StreamReport(ReportFigures):
         return (
             f"{self.passes} pass{'' if self.passes == 1 else 'es'} in {self.seconds:.3f} s, {self.stalled:.3f} s of them waiting"
             f" for weights; read {self.bytes_read / 1e9:.3f} GB at {self.bytes_per_second / 1e9:.2f} GB/s;"
-            f" {self.resident_bytes / 1e9:.3f} GB stay in memory"
+            f" {self.resident_bytes / 1e9:.3f} GB stay in memory, and at most {self.peak_bytes / 1e9:.3f} GB were there"
         )

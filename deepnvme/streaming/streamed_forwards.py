@@ -88,12 +88,14 @@ class StreamedForwards:
                 bytes_read=self._cache.bytes_read - self._read_before,
                 stalled=self._cache.seconds_waited - self._waited_before,
                 resident_bytes=self._cache.resident_bytes,
+                peak_bytes=self._cache.leased.most,
             )
 
     def reset(self) -> None:
         """Set the counters to zero: see :meth:`Streaming.reset`."""
         with self._between_calls():
             self._passes, self._seconds, self._reset = 0, 0.0, time.perf_counter()
+            self._cache.leased.restart()
             self._read_before, self._waited_before = self._cache.bytes_read, self._cache.seconds_waited
 
     # One call at a time.

@@ -1,25 +1,24 @@
-"""Public names of the buffer pool and the store; :mod:`.zero` has those of DeepSpeed's swapper classes."""
+"""Public names of the store; :mod:`.zero` has those of DeepSpeed's swapper classes. The buffer pool is :mod:`deepnvme.memory`."""
 
 from typing import TYPE_CHECKING
 
 from deepnvme._lazy import from_modules
-from deepnvme.memory import BufferPool, Lease, OutOfBuffers, buffer_pool, set_buffer_budget
+from deepnvme.memory import BufferPool as BufferPool
+from deepnvme.memory import Lease as Lease
+from deepnvme.memory import OutOfBuffers as OutOfBuffers
+from deepnvme.memory import buffer_pool as buffer_pool
+from deepnvme.memory import set_buffer_budget as set_buffer_budget
 from deepnvme.store import CorruptManifest, CorruptTensor, StoreLocked, TensorInfo, TensorStore
 
 if TYPE_CHECKING:
     from . import zero as zero
 
 __all__ = [
-    "BufferPool",
     "CorruptManifest",
     "CorruptTensor",
-    "Lease",
-    "OutOfBuffers",
     "StoreLocked",
     "TensorInfo",
     "TensorStore",
-    "buffer_pool",
-    "set_buffer_budget",
 ]
 
 if not TYPE_CHECKING:

@@ -1,6 +1,11 @@
-"""Tables of rows on a drive, read in thousands of small random reads at a time; rows can also be trained in place."""
+"""Tables of rows on a drive, read in thousands of small random reads at a time; rows can also be trained in place.
 
-from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, Lookahead
+The modules that use them, EmbeddingOnDisk and EmbeddingBagOnDisk, are in :mod:`deepnvme.nn`.
+"""
+
+from .embedding import EmbeddingBagOnDisk as EmbeddingBagOnDisk
+from .embedding import EmbeddingOnDisk as EmbeddingOnDisk
+from .embedding import Lookahead
 from .layout import State
 from .manifest import CorruptTable
 from .ngram_tables import open_ngram_tables
@@ -14,8 +19,6 @@ from .table import Table
 
 __all__ = [
     "CorruptTable",
-    "EmbeddingBagOnDisk",
-    "EmbeddingOnDisk",
     "FailedRow",
     "Lookahead",
     "RowOptimizer",
@@ -28,3 +31,8 @@ __all__ = [
     "offload_embeddings",
     "open_ngram_tables",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the submodules that define them."""
+    return sorted(__all__)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from deepnvme._former_names import option_names, refuse_options
 from deepnvme.drives.profiles import AnyPath
 
 from .creating import Values, normal_rows
@@ -64,11 +65,12 @@ class RowsOnDisk(nn.Module):
         dtype: torch.dtype | None, optimizer: OptimizerFactory | None, values: Values | None, memory: TableMemory,
     ) -> None:  # fmt: skip
         super().__init__()
-        if unknown := memory.keys() - TableMemory.__annotations__.keys():
-            raise TypeError(
-                f"{type(self).__name__} takes no {', '.join(sorted(unknown))}: gradients are always sparse, and not scaled,"
-                " results are on the device of the ids, no forward changes rows (max_norm), and from_pretrained() takes rows"
-            )
+        settings = {name: name for name in TableMemory.__annotations__}
+        refuse_options(
+            type(self).__name__, memory.keys() - settings.keys(), {**option_names(type(self)), **settings},
+            "gradients are always sparse, and not scaled, results are on the device of the ids, no forward changes rows"
+            " (max_norm), and from_pretrained() takes rows",
+        )  # fmt: skip
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be in [{-num_embeddings}, {num_embeddings}), got {padding_idx}")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim

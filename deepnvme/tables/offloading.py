@@ -13,6 +13,7 @@ from torch import nn
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .embedding import EmbeddingBagOnDisk, EmbeddingOnDisk, RowsOnDisk
@@ -67,7 +68,7 @@ def offload_embeddings(
         raise ValueError("the model is an embedding itself, and cannot be replaced in itself: use from_pretrained()")
     chosen, reasons = _embeddings_to_move(model, min_bytes)
     for name, reason in reasons.items():
-        warnings.warn(f"the embedding {name!r} stays in memory: it {reason}", stacklevel=2)
+        warnings.warn(f"the embedding {name!r} stays in memory: it {reason}", stacklevel=stack_level())
     paths = as_paths(path)
     whole = sum(module.weight.nbytes for module in chosen.values())
     replaced: dict[nn.Module, RowsOnDisk] = {}

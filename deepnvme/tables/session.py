@@ -255,8 +255,11 @@ class TableSession:
         """Return the writer. Raises ValueError after :meth:`close`, and PermissionError if the table was opened read-only."""
         self._check_usable()
         if self.writer is None:
-            text = f"the table '{self.layout.files[0].parent}' was opened to be read: open it with writable=True"
-            raise PermissionError(text)
+            place, remedy = self.layout.files[0], "copy them into a table that can be changed: Table.create(..., updatable=True)"
+            if self._directories:
+                place = self._directories[0]
+                remedy = "open the table with writable=True" if self.layout.updatable else remedy
+            raise PermissionError(f"the rows of '{place}' were opened to be read, and cannot be changed: {remedy}")
         return self.writer
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from deepnvme._former_names import former_names
 from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.descriptions import path_list, representation, size_for_people, state_text
@@ -126,6 +127,7 @@ class Table:
         if operator.index(rows) < 0:
             raise ValueError(f"rows must not be negative, got {rows}")
         initial = {name: state.initial for name, state in (states or {}).items()}
+        warn_of_memory(directories)
         create_files(directories, rows, columns, values, initial, updatable, aio_config)
         return cls.open(
             directories, writable=updatable, memory_budget=memory_budget, staging_bytes=staging_bytes, aio_config=aio_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-_NOT_THE_USERS = frozenset(("deepnvme", "torch", "contextlib", "functools"))
+_NOT_THE_USERS = frozenset(("accelerate", "contextlib", "deepnvme", "deepspeed", "functools", "torch", "transformers"))
 """Top-level modules whose frames are not the user's: this package, and modules between the package and the user's code."""
 
 

@@ -57,6 +57,7 @@ def test_deepspeed_trains_the_same_model_from_the_drive(
     benchmarked, report = drive / "benchmarked", drive / "report.json"
     benchmarked.mkdir()
     small = ["--quick", "--only", "deepspeed", "--parameters", f"{parameters}", "--width", f"{width}", "--dtype", dtype]
+    small += ["--budget-share", "3"]  # no less holds the largest block
     done = subprocess.run(
         [sys.executable, TRAINING, *small, "--dir", benchmarked, "--json", report, "--deepspeed-python", python],
         capture_output=True,

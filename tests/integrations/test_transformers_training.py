@@ -25,7 +25,7 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gpt2": transformers.GPT2Config(n_positions=LENGTH, **SIZES),  # has dropout, biases, and a head tied to its embedding
 }
 WITHOUT_DROPOUT = {"llama": {"attention_dropout": 0.0}, "gpt2": {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}}
-BUDGET = 400_000
+BUDGET = 2_000_000
 """Bytes of some of the layers."""
 
 

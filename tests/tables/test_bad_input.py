@@ -99,6 +99,16 @@ def test_tables_that_are_not_updatable_have_no_writer(drive: Path) -> None:
         Table.open(drive / "table", writable=True)
 
 
+def test_rows_that_no_table_can_change_are_to_be_copied(drive: Path) -> None:
+    numpy.save(drive / "rows.npy", VALUES.numpy())
+    Table.from_tensor(drive / "table", VALUES).close()
+    for path in (drive / "rows.npy", drive / "table"):
+        with Table.open(path) as opened, pytest.raises(PermissionError, match=r"updatable=True") as refused:
+            opened.write(torch.tensor([0]), VALUES[:1])
+        assert f"the rows of '{path}'" in str(refused.value)
+        assert "writable" not in str(refused.value)
+
+
 def test_a_reader_changes_nothing(drive: Path, table: Table) -> None:
     table.close()
     with Table.open(drive / "table") as reader:

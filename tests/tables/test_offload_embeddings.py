@@ -97,8 +97,9 @@ def test_frozen_ones_and_those_without_an_optimizer_are_not_trained(drive: Path)
 def test_what_cannot_be_replaced_stays_with_a_warning(drive: Path) -> None:
     tied = nn.ModuleDict({"embed": nn.Embedding(500, 16), "head": nn.Linear(16, 500, bias=False)})
     tied["head"].weight = tied["embed"].weight
-    with pytest.warns(UserWarning, match=r"'embed' stays in memory: it has the same weight as head\.weight"):
+    with pytest.warns(UserWarning, match=r"'embed' stays in memory: it has the same weight as head\.weight") as warned:
         assert offload_embeddings(tied, drive, min_bytes=1) == []
+    assert warned[0].filename == __file__
     for refused, reason in (
         (nn.Embedding(500, 16, max_norm=1.0), r"max_norm=1\.0"),
         (nn.Embedding(500, 16, scale_grad_by_freq=True), "no sparse gradients"),

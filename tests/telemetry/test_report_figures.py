@@ -49,7 +49,7 @@ def test_a_training_report_has_the_numbers_of_its_activations() -> None:
     activations = ActivationReport(10, 6, 4, 8, 2.0, 0.25, 0.5)
     report = TrainingReport(
         step=3, seconds=1.0, waiting=0.5, waiting_to_write=0.1, reading=0.2, writing=0.3, bytes_read=100, bytes_written=24,
-        activations=activations, period=2.0,
+        activations=activations, period=2.0, peak_bytes=512,
     )  # fmt: skip
     figures = report.as_dict()
     assert figures["activations_waiting"] == 0.75

@@ -11,6 +11,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from deepnvme.ops.op_builder import AsyncIOBuilder
+from deepnvme.telemetry.callers import stack_level
 
 from . import checkpoint_engine, ops, swapper_replacements
 from .replacement import UnexpectedDeepSpeed, set_all
@@ -56,7 +57,7 @@ def enable(*, swappers: bool = False, checkpoint: bool = False) -> None:
         except RuntimeError as error:
             if not _warned:
                 _warned = True
-                warnings.warn(f"DeepSpeed stays as it is: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"DeepSpeed stays as it is: {error}", RuntimeWarning, stacklevel=stack_level())
             return
         _undo()
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepnvme.ops.op_builder import AsyncIOBuilder, GDSBuilder, OpBuilder
+from deepnvme.telemetry.callers import stack_level
 from deepnvme.version import __version__
 
 from .replacement import Replacement, UnexpectedDeepSpeed, around, attribute, module
@@ -71,7 +72,7 @@ def _builder(theirs: Any, ours: OpBuilder, before_theirs: Callable[[], object]) 
         except RuntimeError as error:
             if not warned:
                 warned = True
-                warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"DeepSpeed's own {ours.NAME} op stays: {error}", RuntimeWarning, stacklevel=stack_level())
             before_theirs()
             return original(self, verbose)
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 from deepnvme._former_names import former_names
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import AnyPath
+from deepnvme.files.replacing import with_filename
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
@@ -27,7 +30,8 @@ from .store import ActivationStore
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_MEMORY_BUDGET = 1 << 30
+DEFAULT_MEMORY_BUDGET = 1 << 30
+"""Bytes of a training's memory that stay in memory if no budget is given: of saved tensors, or of all that is offloaded."""
 MIN_BYTES = 1 << 20
 
 
@@ -72,6 +76,7 @@ class save_on_disk:
 
     Raises:
         TypeError, ValueError: If no path is given, or ``memory_budget`` or ``min_bytes`` is not a number of bytes, or negative.
+        OSError: If a path cannot be created, or no file can be created in it. Nothing is left there yet.
     """
 
     @former_names(config="aio_config")
@@ -79,7 +84,7 @@ class save_on_disk:
         self,
         path: AnyPath | Iterable[AnyPath],
         *,
-        memory_budget: MemoryBudget = _MEMORY_BUDGET,
+        memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
         min_bytes: ByteCount = MIN_BYTES,
         aio_config: AioConfig | None = None,
     ) -> None:
@@ -91,6 +96,8 @@ class save_on_disk:
             raise ValueError(f"save_on_disk needs a directory on the drive, got {path!r}")
         self._paths = tuple(Path(os.path.abspath(os.fsdecode(each))) for each in paths)
         self._config = aio_config
+        if self._key() not in _stores:
+            self._check_paths()
         self._open = _OpenContexts()
         self._saved_elsewhere: Callable[[torch.Tensor], Packed | None] = lambda tensor: None
         """Returns the object that autograd keeps in place of a tensor that is on a drive already, such as a training's parameter.
@@ -162,6 +169,14 @@ class save_on_disk:
         if not (in_backward or is_kept_by_user(tensor)) and is_plain(tensor):
             saved = store.pack(tensor, self._min_bytes)
         return saved or KeptTensor(tensor)
+
+    def _check_paths(self) -> None:
+        """Raise OSError if no file can be created in a path, or where it will be made. Warn if it is in memory."""
+        for path in self._paths:
+            with with_filename(path, instead=True):
+                there = next(each for each in (path, *path.parents) if each.exists())
+                tempfile.TemporaryFile(dir=there).close()
+        warn_of_memory(self._paths)
 
     def _key(self) -> tuple[object, ...]:
         return os.getpid(), self._paths, self._memory_budget, self._config

@@ -32,6 +32,7 @@ class TrainingReport(DriveReport):
         text = (
             f"step {self.step}: {self.seconds:.3f} s, waiting {self.waiting:.3f}, {self.waiting_to_write:.3f} of it to write;"
             f" read {self.bytes_read / 1e9:.3f} GB in {self.reading:.3f} s,"
-            f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s; {self.terabytes_per_day:.2f} TB a day"
+            f" wrote {self.bytes_written / 1e9:.3f} GB in {self.writing:.3f} s; at most {self.peak_bytes / 1e9:.3f} GB in memory;"
+            f" {self.terabytes_per_day:.2f} TB a day"
         )
         return text if self.activations is None else f"{text}; activations: {self.activations.line()}"

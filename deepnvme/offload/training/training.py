@@ -17,15 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepnvme._former_names import former_names
+from deepnvme._former_names import check_optimizer_options, former_names
 from deepnvme.checkpoint.saving import save
-from deepnvme.drives.aio_config import AioConfig
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import SCHEMES, Scheme
 from deepnvme.offload.activations.saved_tensor import KeptTensor, unpack_saved
-from deepnvme.offload.activations.saving import save_on_disk
+from deepnvme.offload.activations.saving import DEFAULT_MEMORY_BUDGET, save_on_disk
+from deepnvme.offload.options import TrainingOptions
 from deepnvme.offload.pinned_arena import PinnedArena
 from deepnvme.states.gradients import pieces_of
 from deepnvme.states.partition import ELEMENTWISE, SubGroupPlanner
@@ -38,7 +39,7 @@ from deepnvme.telemetry.drive_wear import WriteEstimate
 from deepnvme.telemetry.sizes import byte_count
 
 from .blocks.blocks_on_drive import BlocksOnDrive
-from .blocks.limits import limit_of_blocks
+from .blocks.limits import needs_of_blocks
 from .blocks.parameter_block import ParameterBlock
 from .blocks.trained_block import TrainedBlock
 from .initial_values import Checkpoint, InitialValues, leave_on_meta
@@ -120,41 +121,32 @@ class OffloadedTraining:
             None for the values in memory, also ones mapped from a file by ``model.load_state_dict(torch.load(path, mmap=True),
             assign=True)``, or for new ones.
         memory_budget: Bytes of parameters, gradients, states and saved activations that are in memory; or "8GB", "50%", "auto",
-            see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. More only
-            if a single block needs more. Other tensors that a forward computes with are not counted.
-        parameters: "nvme"; or "memory" to keep all parameters in memory as well as on the drive, so that only states are read.
+            see :data:`deepnvme.memory.MemoryBudget`, of what is available before the model's own memory is released. 0 for the
+            least that the largest block needs; None for 1 GiB, or that least if it is more. Other tensors that a forward computes
+            with are not counted.
         quantize: "int8" or "int4" to quantise frozen weights, which do not require gradients, on the drive, as
             :meth:`deepnvme.streaming.WeightStore.build` does. They are dequantised into their own dtypes when their block is
             used: results are bit-identical to a training with the dequantised values. None to keep all weights as they are.
         activations: "memory" to keep saved activations in memory, outside of the budget; or "nvme": :class:`save_on_disk` writes
             those that do not fit into ``activation_budget``. Fewer are saved if the model uses ``torch.utils.checkpoint``.
-        activation_budget: Bytes of the memory budget for activations, unless all stay in memory; or a size such as "2GB", or a
-            share of the available memory such as "10%", as for ``memory_budget``. None for a quarter of the memory budget.
         master_weights: Whether parameters in bfloat16 and float16 have a float32 weight in the states.
         micro_batches: Backwards in a step, whose gradients are summed.
-        accumulation: "vertical": :meth:`step` runs each block for all micro-batches before the next block, so that a block is
-            read once for all of them. "horizontal": it runs the micro-batches one after the other. Results are bit-identical:
-            either way each micro-batch draws its random numbers, such as those of dropout, from a seed of its own, one of
-            ``torch.randint(1 << 62, (micro_batches,))`` at the beginning of the step.
         max_norm: Total norm to clip gradients to, as ``clip_grad_norm_`` does. Parameters are then stepped after the last
             backward. None for no clipping.
-        param_groups: The trained parameters in groups with options of their own, as for torch's optimizers. None for one group
-            for each block, all with the same options.
-        process_group: Processes that train the model together, such as ``torch.distributed.group.WORLD``. Each process computes
-            other batches, whose gradients are averaged, and has a shard of each block on its own drive. All must make the same
-            calls and run the same modules. They begin with the parameters and buffers of the first process. The optimizer must
-            work element by element, as AdamW and SGD do. None for one process.
-        aio_config: Settings of the engine; None for the profile of the drive.
+        advanced: Rarely used options: ``accumulation``, ``activation_budget``, ``aio_config``, ``param_groups``, ``parameters``
+            and ``process_group``. Each may also be given as a keyword argument of this class.
         **optimizer_kwargs: Keyword arguments of ``optimizer_class``.
 
     Raises:
-        ValueError: For parameters or options that cannot be offloaded, a checkpoint of another model, values that cannot be
-            quantised, or a parameter or buffer on the meta device that would get no value.
+        ValueError: For parameters or options that cannot be offloaded, a memory budget that is too small for a single block (the
+            message says how much is needed), a checkpoint of another model, values that cannot be quantised, or a parameter or
+            buffer on the meta device that would get no value.
+        TypeError: For an argument of a wrong type, or an unknown one, such as a misspelt one.
         RuntimeError: If the model has another training already, which is named.
         OSError: If the drive or the checkpoint cannot be read, or the drive cannot be written.
     """
 
-    @former_names(nvme_path="path", config="aio_config")
+    @former_names(TrainingOptions, nvme_path="path", config="aio_config")
     def __init__(
         self,
         model: nn.Module,
@@ -163,18 +155,13 @@ class OffloadedTraining:
         path: AnyPath | Sequence[AnyPath],
         blocks: Iterable[nn.Module | str] | None = None,
         checkpoint: Checkpoint | None = None,
-        memory_budget: MemoryBudget = 1 << 30,
-        parameters: str = "nvme",
+        memory_budget: MemoryBudget | None = None,
         quantize: Scheme | None = None,
         activations: str = "memory",
-        activation_budget: MemoryBudget | None = None,
-        accumulation: str = "vertical",
         master_weights: bool = False,
         micro_batches: int = 1,
         max_norm: float | None = None,
-        param_groups: Iterable[dict[str, Any]] | None = None,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        aio_config: AioConfig | None = None,
+        advanced: TrainingOptions | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
@@ -182,20 +169,22 @@ class OffloadedTraining:
                 f"checkpoint must be a path, got a {type(checkpoint).__name__}: the model's load_state_dict(mapping, assign=True)"
                 " takes values that are in memory or mapped from a file"
             )
-        _check_choices(
-            micro_batches, parameters=parameters, activations=activations, accumulation=accumulation, quantize=quantize
-        )
-        memory_budget = budget_bytes(memory_budget, "memory_budget")
-        activation_bytes = _activation_bytes(activations, activation_budget, memory_budget)
+        check_optimizer_options(OffloadedTraining.__init__, optimizer_kwargs, optimizer_class)
+        given = advanced or TrainingOptions()
+        choices = {"parameters": given.parameters, "accumulation": given.accumulation}
+        _check_choices(micro_batches, activations=activations, quantize=quantize, **choices)
+        flexible = memory_budget is None or is_automatic(memory_budget)
+        memory_budget = budget_bytes(DEFAULT_MEMORY_BUDGET if memory_budget is None else memory_budget, "memory_budget")
+        activation_bytes = _activation_bytes(activations, given.activation_budget, memory_budget)
         self.model = model
         self._optimizer_class, self._memory_budget = optimizer_class, memory_budget
-        self._vertical = accumulation == "vertical"
+        self._vertical = given.accumulation == "vertical"
         self._guard = UsabilityGuard("training")
         self._owner = DirectoryOwner("OffloadedTraining")
         self._saved_steps = 0  # how many the last state_dict() or load_state_dict() knew of
         self._close_predecessor(has_values=checkpoint is not None)
         partition = partition_model(model, blocks)
-        self._ranks = TrainingRanks(process_group, max(map(len, (*partition.params, partition.rest))))
+        self._ranks = TrainingRanks(given.process_group, max(map(len, (*partition.params, partition.rest))))
         with self._ranks.reporting_failures():
             if self._ranks.several:
                 _check_distributed_options(optimizer_class, quantize)
@@ -204,18 +193,22 @@ class OffloadedTraining:
             self._planner = SubGroupPlanner(optimizer_class, optimizer_kwargs, master_weights, size)
             defaults = self._planner.defaults()
             partition = initial.place(partition)
-            self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], param_groups), defaults)
+            self.optimizer = _OptimizerOptions(_grouped([*partition.params, partition.rest], given.param_groups), defaults)
             """An optimizer object for learning-rate schedulers: its ``param_groups`` have the options of each step."""
             self._values_memory = PinnedArena(0)  # of dequantised or gathered parameters
             parameter_blocks = _parameter_blocks(model, partition, self._values_memory, quantize, self._ranks)
             self._values_memory.resize(_values_bytes(parameter_blocks))
             sub_groups = _sub_groups(parameter_blocks, self.optimizer.param_groups, self._planner)
-            stay = parameters == "memory"
-            budget = memory_budget - _values_bytes(parameter_blocks) - activation_bytes
-            limit = limit_of_blocks(sub_groups, parameter_blocks, self._planner, budget, stay, self._ranks.several)
-            given = [path] if isinstance(path, str | bytes | os.PathLike) else path
-            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in given]
-            self._drive = BlocksOnDrive(paths, aio_config, self._owner, limit)
+            stay = given.parameters == "memory"
+            needs = needs_of_blocks(sub_groups, parameter_blocks, self._planner, stay, self._ranks.several)
+            beside = _values_bytes(parameter_blocks) + activation_bytes
+            if memory_budget and not flexible:
+                _check_budget(memory_budget, needs.least + beside, activation_bytes if given.activation_budget is None else 0)
+            limit = needs.limit(memory_budget - beside)
+            several = [path] if isinstance(path, str | bytes | os.PathLike) else path
+            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in several]
+            warn_of_memory(paths)
+            self._drive = BlocksOnDrive(paths, given.aio_config, self._owner, limit)
             trained_blocks = [
                 TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
             ]
@@ -227,7 +220,7 @@ class OffloadedTraining:
             self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
             self._saver = None
             if activations != "memory":
-                self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, aio_config=aio_config)
+                self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, aio_config=given.aio_config)
                 self._saver.leave_out(self._trained.uses.saved)
             self._side_by_side = SideBySide(self._trained, self._saved_tensors)
             try:
@@ -628,6 +621,16 @@ def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, 
         parse = byte_count if is_automatic(activation_budget) else budget_bytes
         nbytes = parse(activation_budget, "activation_budget")
     return 0 if activations == "memory" else nbytes
+
+
+def _check_budget(budget: int, least: int, share: int) -> None:
+    """Raise ValueError if a budget is less than ``least``, of which ``share`` is the budget's quarter for activations."""
+    if budget < least:
+        needed = -(-(least - share) * 4 // 3) if share else least
+        raise ValueError(
+            f"memory_budget must be at least {needed}, which the largest block needs with its gradients and a part of its states,"
+            f" or 0 for no more than that; got {budget}"
+        )
 
 
 def _check_distributed_options(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from deepnvme.cache.block import Block, Memory
 from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.cache.block_memory import OwnMemory
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import engine_for
 from deepnvme.files.directory_lock import DirectoryOwner
 from deepnvme.memory.alignment import ALIGNMENT, padded
@@ -89,6 +90,7 @@ class KVChunkStore:
     def __init__(self, path: str | os.PathLike[str], layers: int, prefetch: int, aio_config: AioConfig | None = None) -> None:
         self.chunks: list[list[KVChunk]] = [[] for _ in range(layers)]
         """The chunks of each layer, in the order of their positions."""
+        warn_of_memory([Path(path)])
         self.engine = engine_for([path], aio_config)
         """The engine of the store."""
         self._prefetch = prefetch

@@ -16,6 +16,7 @@ from torch import nn
 
 from deepnvme._former_names import former_names
 from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Source, source_of
+from deepnvme.drives.mounts import warn_of_memory
 from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine
 from deepnvme.files.directory_lock import DirectoryOwner
@@ -153,6 +154,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         if model is not None and isinstance(model_or_checkpoint, nn.Module):
             raise ValueError("model= is for a checkpoint: a module says itself what its blocks are")
         where = as_directories(path)
+        warn_of_memory(where)
         places = [*where, *_read_from(model_or_checkpoint)]
         with engine_for(places, aio_config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)

@@ -133,7 +133,7 @@ class RoundTrips:
         mine = copy.deepcopy(model)
         expected = torch.optim.AdamW(model.parameters(), lr=1e-2)
         batch = torch.linspace(-1, 1, 4096 * 100).reshape(4096, 100)
-        options: dict[str, Any] = {"memory_budget": "1MiB", "activations": "nvme", "activation_budget": 0}
+        options: dict[str, Any] = {"memory_budget": 0, "activations": "nvme", "activation_budget": 0}
         with OffloadedTraining(mine, torch.optim.AdamW, path=self.directory / "training", lr=1e-2, **options) as training:
             for _ in range(3):
                 training.step(batch)

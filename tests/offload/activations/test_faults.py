@@ -75,8 +75,8 @@ def test_a_full_drive_is_named_and_is_used_again_when_there_is_room(small_disk: 
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_of_entering_and_no_hook_stays(drive: Path) -> None:
-    (drive / "file").touch()
     activations = save_on_disk(drive / "file" / "below")
+    (drive / "file").touch()  # since it was made
     for _ in range(2):
         with pytest.raises(NotADirectoryError) as caught, activations:
             pass

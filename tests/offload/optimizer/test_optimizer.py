@@ -436,6 +436,19 @@ def test_states_go_from_the_plain_optimizer_and_back(name: str, budgets: tuple[i
             saved = torch.load(file)
 
 
+def test_a_state_dict_from_before_the_first_step_removes_what_the_optimizer_has_put_into_its_groups(drive: Path) -> None:
+    with Pair(drive, optimizer_class=Lion, options={}) as pair:
+        untouched, expected = pair.optimizer.state_dict(), copied(pair.reference.state_dict())
+        for turn in range(2):
+            for _ in range(2):
+                pair.give_gradients()
+                pair.step_both()
+            pair.check()
+            if turn == 0:
+                pair.optimizer.load_state_dict(untouched)
+                pair.reference.load_state_dict(expected)
+
+
 def test_training_goes_on_from_a_checkpoint_with_master_weights(drive: Path) -> None:
     """Whichever of model and optimizer is loaded first: loading the same weights again must not round the masters."""
     for model_first in (True, False):
@@ -579,6 +592,7 @@ def test_a_report_that_adds_up(drive: Path) -> None:
             # of 8 sub-groups one is still in memory after the first step, and then three
             assert report.bytes_read == pytest.approx((0, 7, 5)[step] * 2 * 4 << 17, rel=0.01)
             assert max(report.reading, report.writing) <= report.seconds
+            assert report.peak_bytes == pytest.approx(min(3, step + 2) * 2 * 4 << 17, rel=0.5)  # two to three sub-groups
         assert report.bytes_written_in_all == pytest.approx(3 * report.bytes_written, rel=0.01)
 
 
@@ -592,6 +606,7 @@ def test_bytes_kept_in_memory_are_neither_read_nor_written(drive: Path) -> None:
             report = optimizer.report()
             assert report.bytes_read == report.bytes_written == 0
             assert report.resident_bytes > states
+            assert report.peak_bytes >= report.resident_bytes
 
 
 def test_closing_twice_removes_the_files_and_leaves_nothing_to_use(drive: Path) -> None:

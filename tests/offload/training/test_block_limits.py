@@ -1,4 +1,4 @@
-"""limit_of_blocks: how much memory blocks have at least."""
+"""needs_of_blocks: how much memory blocks have at least."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deepnvme.offload.pinned_arena import PinnedArena
-from deepnvme.offload.training.blocks.limits import limit_of_blocks
+from deepnvme.offload.training.blocks.limits import needs_of_blocks
 from deepnvme.offload.training.blocks.parameter_block import ParameterBlock
 from deepnvme.offload.training.ranks import TrainingRanks
 from deepnvme.states.partition import SubGroupPlanner
@@ -26,7 +26,7 @@ def test_a_block_needs_memory_for_its_shards_and_their_gradients() -> None:
     blocks = [ParameterBlock(0, [param], ["weight"], memory, ranks=OneOfEight()), ParameterBlock(1, [], [], memory)]
     planner = SubGroupPlanner(torch.optim.SGD, {"lr": 0.1}, False, 1 << 62)
     sub_groups = [planner.sub_groups_of([{"params": list(blocks[0].shards)}], 0, 0), []]
-    limit = limit_of_blocks(sub_groups, blocks, planner, 0, False, True)
+    limit = needs_of_blocks(sub_groups, blocks, planner, False, True).limit(0)
     shard = param.nbytes // 8
     assert limit >= 2 * shard  # of the parameter and of its gradient
     assert limit < param.nbytes

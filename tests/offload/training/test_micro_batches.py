@@ -63,8 +63,8 @@ def batch(step: int, rows: int = ROWS) -> torch.Tensor:
 
 
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
-    given: dict[str, Any] = {"memory_budget": 60_000, "micro_batches": 4, "lr": 1e-2, "blocks": list(model.blocks), **options}
-    return OffloadedTraining(model, torch.optim.AdamW, path=drive, **given)
+    given: dict[str, Any] = {"memory_budget": 0, "activation_budget": 15_000, "micro_batches": 4, "lr": 1e-2, **options}
+    return OffloadedTraining(model, torch.optim.AdamW, path=drive, blocks=list(model.blocks), **given)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -133,7 +133,7 @@ def test_a_gradient_may_be_in_the_memory_of_an_activations(drive: Path, max_norm
     model = nn.Sequential(*(WithPositions(2) for _ in range(3)))
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    options: dict[str, Any] = {"blocks": list(model), "memory_budget": 60_000, "max_norm": max_norm, "lr": 1e-2}
+    options: dict[str, Any] = {"blocks": list(model), "memory_budget": 0, "max_norm": max_norm, "lr": 1e-2}
     with OffloadedTraining(model, torch.optim.AdamW, path=drive, **options) as training:
         for step in range(3):
             parts = batch(step).split(2)

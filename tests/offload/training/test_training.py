@@ -74,7 +74,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def training_of(model: Model, drive: Path, **options: Any) -> OffloadedTraining:
-    given = {"memory_budget": 600_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
+    given = {"memory_budget": 0, "activation_budget": 150_000, "lr": 1e-2, "blocks": list(model.blocks), **options}
     return OffloadedTraining(model, given.pop("optimizer", torch.optim.AdamW), path=drive, **given)
 
 
@@ -167,6 +167,28 @@ def test_any_budget_will_do(drive: Path, budget: int | str) -> None:
     in_both_ways(Model(), drive, memory_budget=budget).close()
 
 
+@pytest.mark.parametrize("activations", ["memory", "nvme"])
+def test_a_budget_that_a_single_block_exceeds_is_refused_with_the_one_that_is_needed(drive: Path, activations: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"memory_budget must be at least \d+, .*, or 0 for no more than that; got 1000"
+    ) as refused:
+        OffloadedTraining(Model(), torch.optim.AdamW, path=drive, memory_budget="1KB", activations=activations)
+    assert not list(drive.iterdir())
+    needed = int(str(refused.value).split("at least ")[1].split(",")[0])
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        OffloadedTraining(Model(), torch.optim.AdamW, path=drive, memory_budget=needed - 4, activations=activations)
+    with OffloadedTraining(Model(), torch.optim.AdamW, path=drive, memory_budget=needed, activations=activations) as training:
+        training.step(*batch(0))
+        assert 0 < training.report().peak_bytes <= needed
+
+
+def test_without_a_budget_a_large_block_takes_what_it_needs(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnvme.offload.training.training.DEFAULT_MEMORY_BUDGET", 1000)
+    with OffloadedTraining(Model(), torch.optim.AdamW, path=drive) as training:
+        training.step(*batch(0))
+        assert training.report().peak_bytes > 1000
+
+
 @pytest.mark.parametrize("checkpoints", [0, 3])
 def test_frozen_parameters_are_only_read(drive: Path, checkpoints: int) -> None:
     model = Model(checkpoints=checkpoints)
@@ -205,14 +227,14 @@ def test_blocks_stay_within_the_budget(drive: Path) -> None:
     before = pinned_bytes()
     model = Model(blocks=8)
     one = sum(param.nbytes for param in model.blocks[0].parameters())
-    with training_of(model, drive, memory_budget=7 * one) as training:
+    with training_of(model, drive, memory_budget=8 * one) as training:
         pinned: list[int] = []
         for block in model.blocks:
             block.register_forward_hook(lambda *_: pinned.append(pinned_bytes() - before))
             block.register_full_backward_hook(lambda *_: pinned.append(pinned_bytes() - before))
         for step in range(3):
             training.step(*batch(step))
-        assert 2 * one < max(pinned) <= 7 * one
+        assert 2 * one < max(pinned) <= 8 * one
     del training
     gc.collect()
     assert pinned_bytes() <= before

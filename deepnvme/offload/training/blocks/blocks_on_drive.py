@@ -49,7 +49,8 @@ class BlocksOnDrive:
         self.io = CountedIO(self.store)
         self.versions = BlockVersions(self.store)
         """Chooses where on the drive a step writes."""
-        self.cache = BlockCache(self.io, ArenaMemory(limit, self.io.record_ended), helper=_PREFIX)
+        memory = ArenaMemory(limit, self.io.record_ended)
+        self.cache = BlockCache(self.io, memory, helper=_PREFIX, leased=self.io.leased)
         self._last_step: list[Block] = []  # its uses, in order
         self._this_step: list[Block] = []
         self._place = 0  # in the last step, after the use that the newest one corresponds to

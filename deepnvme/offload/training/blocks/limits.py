@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -13,21 +14,40 @@ from deepnvme.states.sub_group import SubGroup
 from .parameter_block import ParameterBlock
 
 
-def limit_of_blocks(
+@dataclass(frozen=True)
+class BlockNeeds:
+    """Bytes of memory that a training needs for its blocks."""
+
+    beside: int
+    """Bytes of arriving gradients and scratch memory, which are not blocks."""
+    one: int
+    """Bytes of the blocks that are needed at a time."""
+    all: int
+    """Bytes of all blocks."""
+
+    @property
+    def least(self) -> int:
+        """Bytes that the training cannot do without."""
+        return self.beside + self.one
+
+    def limit(self, budget: int) -> int:
+        """Return the most bytes of blocks in memory: what the budget leaves, but at least what a single block needs."""
+        return min(max(budget - self.beside, self.one), self.all)
+
+
+def needs_of_blocks(
     sub_groups: Sequence[Sequence[SubGroup]],
     blocks: Sequence[ParameterBlock],
     planner: SubGroupPlanner,
-    budget: int,
     parameters_stay: bool,
     several_ranks: bool,
-) -> int:
-    """Return the most bytes of blocks in memory: what the budget leaves, but at least what a single block needs.
+) -> BlockNeeds:
+    """Return how much memory a training's blocks need.
 
     Args:
         sub_groups: For each block, the sub-groups that step it.
         blocks: The blocks; the last one stays in memory.
         planner: Estimates the sizes of optimizer states.
-        budget: Bytes for blocks, arriving gradients and scratch memory together.
         parameters_stay: Whether all parameters stay in memory.
         several_ranks: Whether other processes have shards of the blocks.
     """
@@ -46,8 +66,7 @@ def limit_of_blocks(
     one = max((sum(sizes) for sizes in zip(parameters[:-1], stored[:-1], largest_states[:-1], strict=True)), default=0)
     staying = sum(parameters) if parameters_stay else parameters[-1]
     least = staying + max(one, stored[-1] + largest_states[-1])
-    most = sum(parameters) + sum(stored) + sum(map(sum, states))
-    return min(max(budget - in_use, least), most)
+    return BlockNeeds(beside=in_use, one=least, all=sum(parameters) + sum(stored) + sum(map(sum, states)))
 
 
 def _trained_bytes(params: Iterable[nn.Parameter]) -> int:
