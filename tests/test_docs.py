@@ -10,7 +10,7 @@ in the same directory. ``/mnt/nvme`` in a block stands for a directory on the dr
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -19,9 +19,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pytest
+
+import deepnvme
 
 from .support.interpreters import Interpreters
 
@@ -186,29 +189,45 @@ def test_files_that_a_page_names_are_there(path: Path) -> None:
 
 PACKAGES = (
     "deepnvme",
-    "deepnvme.checkpoint",
+    *(f"deepnvme.{name}" for name in dir(deepnvme) if isinstance(getattr(deepnvme, name), ModuleType)),
+    "deepnvme.drives",
+    "deepnvme.integrations.accelerate",
     "deepnvme.integrations.deepspeed",
+    "deepnvme.integrations.metrics",
     "deepnvme.integrations.tensornvme",
-    "deepnvme.io",
-    "deepnvme.memory",
-    "deepnvme.nn",
-    "deepnvme.offload",
+    "deepnvme.integrations.transformers",
     "deepnvme.ops.op_builder",
-    "deepnvme.report",
-    "deepnvme.safetensors",
-    "deepnvme.streaming",
-    "deepnvme.swap",
     "deepnvme.swap.zero",
-    "deepnvme.tables",
-    "deepnvme.tune",
 )
 NOT_DOCUMENTED = {"__version__", "main", "ALL_OPS"}
 
 
-def test_the_api_reference_has_every_public_name() -> None:
-    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
-    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE)}
-    documented |= set(re.findall(r"`(\w+)`", pages))
+@pytest.fixture
+def public_names() -> ModuleType:
+    """What lists the public names on the site."""
+    spec = importlib.util.spec_from_file_location("public_names", ROOT / "docs" / "site" / "public_names.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_list_of_public_names_has_each_with_a_sentence(public_names: ModuleType) -> None:
+    rows = re.findall(
+        r"^\| \[`([\w.]+)`\]\((\w+\.md)#\1\) \| (\S.*[.:]) \|$", public_names.listed(ROOT / "docs" / "api"), re.MULTILINE
+    )
+    listed = {name.rpartition(".")[2] for name, _, _ in rows}
     for package in PACKAGES:
-        missing = set(importlib.import_module(package).__all__) - documented - NOT_DOCUMENTED
+        missing = set(importlib.import_module(package).__all__) - listed - NOT_DOCUMENTED
         assert not missing, f"{package}: {', '.join(sorted(missing))}"
+    sentences = {name: sentence for name, _, sentence in rows}
+    assert sentences["deepnvme.Engine"] == "Transfers tensors to and from files, asynchronously."
+    pages = [path for path in (ROOT / "docs" / "api").glob("*.md") if "\n::: " in path.read_text()]
+    assert {page for _, page, _ in rows} == {path.name for path in pages}, "docs/api/index.md lacks a row for a page"
+
+
+@pytest.mark.parametrize("name", ["deepnvme.Enjine", "deepnvme.nowhere.Engine"])
+def test_a_name_without_a_docstring_is_refused(public_names: ModuleType, name: str) -> None:
+    with pytest.raises(LookupError, match=re.escape(name.removesuffix(".Engine"))):
+        public_names.first_sentence(name)

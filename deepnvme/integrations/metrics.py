@@ -20,6 +20,7 @@ from deepnvme.telemetry.report_figures import ReportFigures
 __all__ = ["PREFIX", "log_metrics", "log_with_trainer"]
 
 PREFIX = "deepnvme/"
+"""Prefix of the metrics' names, unless another one is given."""
 
 
 def log_metrics(writer: Any, step: int, report: ReportFigures, *, prefix: str = PREFIX) -> None:
