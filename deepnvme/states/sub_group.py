@@ -434,7 +434,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copy_changed_options(source: Mapping[str, Any], copied_before: dict[str, Any], target: dict[str, Any]) -> None:
     """Copy to ``target`` the options of ``source`` that have changed since the last copy, which ``copied_before`` records."""
-    for key in copied_before.keys() - source.keys():  # loading a state of before the optimizer's first step removes its own options
+    for key in copied_before.keys() - source.keys():  # as in a state from before the first step
         del copied_before[key]
         target.pop(key, None)
     for key, value in options_of(source).items():
