@@ -191,7 +191,7 @@ def train_on_drive(job: Job) -> None:
     if job.mode == "lora":
         add_lora(model, job.rank)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with deepnvme.offload.OffloadedTraining(
+    with deepnvme.OffloadedTraining(
         model,
         torch.optim.AdamW,
         path=Path(job.directory) / "training",

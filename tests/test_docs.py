@@ -1,10 +1,9 @@
 """The code in the README and in docs/ runs, the pages' links lead somewhere, and the API reference has every public name.
 
 Each page's blocks are run in order, in a process and a directory of their own: Python in one namespace, bash and console commands
-in the same directory. ``/mnt/nvme`` in a block stands for a directory on the drive. Comments in the Markdown say more:
-
-    <!-- not run: WHY -->       above a block that cannot run here. Its Python is compiled, its bash is parsed.
-    <!-- setup ... -->          Python that a page's examples take for granted, such as a small model.
+in the same directory. ``/mnt/nvme`` in a block stands for a directory on the drive. All that they need is on the page, so that a
+reader can copy it. A block that cannot run here has a comment ``<!-- not run: WHY -->`` above it: its Python is compiled, its bash
+is parsed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ LANGUAGES = {"python", "bash", "console", "json", "text"}
 MOST_NOT_RUN = 14
 """Blocks marked as such today. Find a way to run a new one before raising it."""
 
-BLOCK = re.compile(
-    r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$|^<!-- setup\n(?P<setup>.*?)^-->$",
-    re.MULTILINE | re.DOTALL,
-)
+BLOCK = re.compile(r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ ]*$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- not run:(?P<why>(?:(?!-->).)*)-->\n\Z", re.DOTALL)
 LINK = re.compile(r"(?<!`)\[(?:[^][]|\[[^][]*\])*\]\(([^)\s:]+)\)")
 
@@ -62,7 +58,7 @@ for block in json.loads({blocks!r}):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or what a ``setup`` comment holds."""
+    """A fenced block."""
 
     page: str
     line: int
@@ -78,13 +74,11 @@ def blocks_of(page: str, markdown: str) -> list[Block]:
     for found in BLOCK.finditer(markdown):
         mark = MARK.search(markdown, 0, found.start())
         why_not = mark["why"].strip() if mark else None
-        setup = found["setup"] is not None
-        start = found.start("setup" if setup else "code")
-        code = found["setup"] if setup else found["code"]
+        code = found["code"]
         if found["language"] == "console":
             code = "\n".join(re.findall(r"^\$ (.*)", code, re.MULTILINE))
-        language = "python" if setup else {"console": "bash"}.get(found["language"], found["language"])
-        blocks.append(Block(page, markdown.count("\n", 0, start), language, code, why_not))
+        language = {"console": "bash"}.get(found["language"], found["language"])
+        blocks.append(Block(page, markdown.count("\n", 0, found.start("code")), language, code, why_not))
     return blocks
 
 
