@@ -118,10 +118,10 @@ $(VENV)/installed: pyproject.toml setup.py
 	[ -x $(python) ] || $(PYTHON) -m venv $$($(PYTHON) -c "import torch; print('--system-site-packages')" 2>/dev/null) $(VENV) || \
 	    { rm -rf $(VENV); exit 1; }
 	$(pip) install --quiet ninja "nanobind>=3.1" "setuptools>=77"
-	$(python) -m deepnvme build >/dev/null & \
+	$(python) -m deepnvme build >/dev/null & build=$$!; trap "kill $$build" INT TERM; \
 	    $(pip) install --no-compile --no-build-isolation --editable . \
 	        $$($(python) -c "import torch" 2>/dev/null || echo "$(TORCH)"); \
-	    status=$$?; wait; exit $$status
+	    status=$$?; wait $$build || status=$$?; exit $$status
 	touch $@
 
 $(VENV)/installed-for-tests: $(VENV)/installed

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def former_names(advanced: type | None = None, **names: str) -> Callable[[Function], Function]:
+def former_names(advanced: type[Any] | None = None, **names: str) -> Callable[[Function], Function]:
     """Decorator of a function that also takes some keyword arguments by their former names.
 
     >>> @former_names(config="aio_config")
@@ -33,9 +33,12 @@ def former_names(advanced: type | None = None, **names: str) -> Callable[[Functi
                     if present in kwargs:
                         raise TypeError(f"{former} is the former name of {present}: give only {present}")
                     kwargs[present] = kwargs.pop(former)
-            given = {name: kwargs.pop(name) for name in fields if name in kwargs}
-            if advanced is not None and given:
-                kwargs["advanced"] = dataclasses.replace(kwargs.get("advanced") or advanced(), **given)
+            if advanced is not None:
+                options: Any = kwargs.get("advanced") or advanced()
+                if not isinstance(options, advanced):
+                    raise TypeError(f"advanced must be {advanced.__name__}(...), got {options!r}")
+                given = {name: kwargs.pop(name) for name in fields if name in kwargs}
+                kwargs["advanced"] = dataclasses.replace(options, **given)
             return function(*args, **kwargs)
 
         accepting._other_names = {**names, **{name: name for name in fields}}  # type: ignore[attr-defined]
@@ -78,5 +81,5 @@ def check_optimizer_options(constructor: Callable[..., Any], options: Mapping[st
     """
     if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(optimizer).parameters.values()):
         taken, taker = option_names(optimizer), constructor.__qualname__.partition(".")[0]
-        because = f"neither it nor {optimizer.__name__} has such an option"
+        because = f"neither it nor {getattr(optimizer, '__name__', optimizer)} has such an option"
         refuse_options(taker, options.keys() - taken.keys(), {**taken, **option_names(constructor)}, because)

@@ -239,7 +239,9 @@ class OpBuilder(ABC):
                 return jit.import_extension(self.absolute_name(), library)
             except ImportError as error:
                 reason = str(error)
-        warnings.warn(f"the prebuilt {self.name} op is not used: {reason}. It is compiled again", stacklevel=3)
+        from deepnvme.telemetry.callers import stack_level  # not at the top: setup.py can import nothing of deepnvme
+
+        warnings.warn(f"the prebuilt {self.name} op is not used: {reason}. It is compiled again", stacklevel=stack_level())
         return None
 
     def _load_earlier_build(self) -> ModuleType:

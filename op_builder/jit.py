@@ -39,8 +39,9 @@ _SECONDS_PER_BYTE = 1e-4  # of one processor, for each byte of source: 31 s for 
 _STEP = re.compile(r"^\[(\d+)/(\d+)\]")  # of ninja's status, with NINJA_STATUS as set below
 
 
-_imported: dict[tuple[str, Path], ModuleType] = {}
-"""Extension modules by name and file. A second module of the same file would register the file's C++ classes again."""
+_imported: dict[tuple[str, Path], ModuleType] = vars(sys).setdefault("_deepnvme_ops", {})
+"""Extension modules by name and file. A second module of the same file could not register its classes, which the process has
+already. Kept where it outlives this package's removal from ``sys.modules``."""
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,17 @@ def _load_published(recipe: Recipe, result: Path, report: bool = True) -> Module
         reason = f"{type(error).__name__}: {error}"
     if report:
         what = f"the compiled op {str(library)!r} is damaged or not to be trusted"
-        warnings.warn(f"{what} ({reason}); it is built again", stacklevel=5)
+        from deepnvme.telemetry.callers import stack_level  # not at the top: setup.py can import nothing of deepnvme
+
+        warnings.warn(f"{what} ({reason}); it is built again", stacklevel=stack_level())
     return None
 
 
 def import_extension(name: str, library: Path) -> ModuleType:
     """Import the extension module in the file ``library`` as ``name``, once in a process, and return it. Raises ImportError."""
+    library = library.resolve()
+    if (imported := sys.modules.get(name)) is not None and imported.__file__ is not None:  # by an import statement, of a wheel
+        _imported.setdefault((name, Path(imported.__file__).resolve()), imported)
     if (known := _imported.get((name, library))) is not None:
         sys.modules[name] = known
         return known

@@ -33,7 +33,7 @@ STABLE_ABI = "3.12"
 """The first Python whose wheel serves all later ones."""
 ARCHITECTURES = ("x86_64", "aarch64")
 GLIBC = "2.28"
-MAX_WHEEL_BYTES = 5_000_000
+MAX_WHEEL_BYTES = 2_500_000
 FLAGS = {"CXXFLAGS": "-O2", "LDFLAGS": "-s"}
 """The same for all that is compiled: Zig compiles its C++ library, which takes a minute, for each set of these anew."""
 SEARCHED = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH")

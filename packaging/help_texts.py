@@ -50,7 +50,7 @@ def docstrings() -> dict[str, str]:
 
 def header() -> str:
     """Return the text of the header."""
-    constants = (f'inline constexpr const char* {name} = R"({text})";' for name, text in docstrings().items())
+    constants = (f'inline constexpr const char* {name} = R"help({text})help";' for name, text in docstrings().items())
     return "\n".join([
         "// What help() shows. Made by packaging/help_texts.py from the docstrings of the stubs: change those.",
         "#pragma once",

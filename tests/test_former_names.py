@@ -72,6 +72,15 @@ def test_a_misspelt_option_is_named_with_what_was_meant(drive: Path, options: di
     assert not (drive / "new").exists()
 
 
+@pytest.mark.parametrize("advanced", [{"checksum": True}, TrainingOptions(), OptimizerOptions])
+def test_advanced_options_of_a_wrong_class_are_refused(drive: Path, advanced: Any) -> None:
+    for more in ({}, {"sub_group_size": 1}):
+        with pytest.raises(TypeError, match=r"advanced must be OptimizerOptions\(\.\.\.\), got"):
+            deepnvme.OffloadedOptimizer(
+                [torch.nn.Parameter(torch.ones(3))], torch.optim.AdamW, path=drive, advanced=advanced, **more
+            )
+
+
 def test_a_misspelt_option_of_a_training_or_an_embedding_is_named(drive: Path) -> None:
     with pytest.raises(TypeError, match=r"OffloadedTraining does not know memory_buget; did you mean 'memory_budget'\?"):
         deepnvme.OffloadedTraining(torch.nn.Linear(2, 2), torch.optim.AdamW, path=drive, memory_buget=1)

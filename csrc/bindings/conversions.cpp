@@ -117,6 +117,11 @@ std::string utf8(const nb::str& text) {
 
 nb::builtin_exception value_error(const std::string& text) { return nb::value_error(text.c_str()); }
 
+void warn(const std::string& text) {
+    const auto level = nb::cast<int>(nb::module_::import_("deepnvme.telemetry.callers").attr("stack_level")());
+    if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), level) != 0) throw nb::python_error();
+}
+
 nb::builtin_exception type_error(const std::string& text) { return nb::type_error(text.c_str()); }
 
 std::string text_of(nb::handle object) { return utf8(nb::str(object)); }
@@ -254,8 +259,8 @@ void bind_errors(nb::module_&) {
 }  // namespace deepnvme::bindings
 
 bool nanobind::detail::type_caster<deepnvme::bindings::Flag>::from_python(handle source, uint32_t, cleanup_list*) noexcept {
-    // What has a length alone, such as a string, is no flag.
-    if (!PyBool_Check(source.ptr()) && !PyType_GetSlot(Py_TYPE(source.ptr()), Py_nb_bool)) return false;
+    // What has a length alone, such as a string, is no flag. None is False.
+    if (!PyBool_Check(source.ptr()) && !source.is_none() && !PyType_GetSlot(Py_TYPE(source.ptr()), Py_nb_bool)) return false;
     const int truth = PyObject_IsTrue(source.ptr());
     if (truth < 0) PyErr_Clear();
     value.value = truth == 1;

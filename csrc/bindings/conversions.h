@@ -90,6 +90,9 @@ nb::object to_python(const IoError& error, const std::string& suffix = "");
 
 // To be thrown: nanobind's own take no std::string.
 nb::builtin_exception value_error(const std::string& text);
+
+// Gives a RuntimeWarning at the line of the user's program that called this package. Throws where warnings are errors.
+void warn(const std::string& text);
 nb::builtin_exception type_error(const std::string& text);
 
 }  // namespace deepnvme::bindings

@@ -13,7 +13,7 @@ constexpr auto kSignalInterval = std::chrono::milliseconds(50);
 
 void give_warnings() {
     for (const std::string& warning : Engine::take_warnings())
-        if (PyErr_WarnEx(PyExc_RuntimeWarning, warning.c_str(), 1) != 0) throw nb::python_error();
+        warn(warning);
 }
 
 // The transfers of a part that have failed, or `all`, are added to `indices`.

@@ -17,7 +17,7 @@ using namespace nanobind::literals;
 namespace {
 
 void warn_once(bool& warned, const std::string& text) {
-    if (!std::exchange(warned, true) && PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) != 0) throw nb::python_error();
+    if (!std::exchange(warned, true)) warn(text);
 }
 
 void register_where_cuda_is_used(PinnedBuffer& buffer) {

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -134,9 +136,12 @@ class _Saves:
         self._unseen: deque[SaveFuture] = deque()
         self._thread: threading.Thread | None = None
         """The saving thread; None while the queue is empty. Interpreter exit waits for it: it is not a daemon thread."""
+        self._at_childs_end: multiprocessing.util.Finalize | None = None
 
     def add(self, save: SaveFuture) -> bool:
         """Queue a save, starting the thread if needed. Return False, without queueing it, if the queue is full."""
+        if self._at_childs_end is None and multiprocessing.parent_process() is not None:
+            self._at_childs_end = multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
         with self._lock:
             if len(self._under_way) >= _IN_FLIGHT:
                 return False
@@ -201,13 +206,23 @@ class _Saves:
 _saves = _Saves()
 
 
-def _report_unseen() -> None:
-    """Print the errors of failed saves that were not reported before interpreter exit, and make the exit a failure."""
+def _report_unseen() -> bool:
+    """Print the errors of failed saves that nobody asked for, at exit, and make the exit a failure. Return whether any failed."""
+    found = False
     while (save := _saves.unseen()) is not None:
         _saves.seen(save)
         load_async_io().fail_at_exit()  # first: printing may fail
         message = "".join(traceback.format_exception_only(save._error)).strip()
-        print(f"deepnvme: '{printable(save.path)}' was not saved, and nobody asked for the result: {message}", file=sys.stderr)
+        print(f"deepnvme: '{printable(save.path)}' was not saved, and nobody called result(): {message}", file=sys.stderr)
+        found = True
+    return found
+
+
+def _end_child() -> None:
+    """Wait for the saves of a child of multiprocessing, which has no other exit handlers, and report the unseen failures."""
+    _saves.wait_for(lambda save: True)
+    if _report_unseen():
+        raise SystemExit(1)
 
 
 def _forget() -> None:

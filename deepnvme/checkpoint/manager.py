@@ -53,7 +53,7 @@ class CheckpointManager:
         ValueError: If ``keep`` is less than 1.
     """
 
-    @former_names(config="aio_config")
+    @former_names(directory="path", config="aio_config")
     def __init__(self, path: str | os.PathLike[str], keep: int = 3, *, aio_config: AioConfig | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -141,6 +141,7 @@ class CheckpointManager:
         save_to(destination, make, progress, group)
         return None
 
+    @former_names(config="aio_config")
     def load(self, step: int | None = None, **options: Any) -> Any:
         """Load the checkpoint of a step, by default the latest.
 

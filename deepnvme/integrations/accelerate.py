@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.formats.safetensors_header import read_offload_index
 from deepnvme.checkpoint.weight_locations import weights_in_index
 from deepnvme.files.regular_files import open_regular
@@ -60,6 +61,7 @@ _originals: dict[str, Callable[..., nn.Module]] = {}
 _changing = threading.Lock()
 
 
+@former_names(config="aio_config")
 def enable(*, memory_budget: MemoryBudget = 0, prefetch: int = 2, aio_config: AioConfig | None = None) -> None:
     """Stream models that accelerate offloads to the disk, from now on.
 

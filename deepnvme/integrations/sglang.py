@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepnvme._former_names import former_names
 from deepnvme.files.preallocation import preallocate
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.streaming import Streaming, StreamReport, WeightStore, stream, streaming_of
@@ -164,6 +165,7 @@ class StreamingOffloader(offloader.BaseOffloader):  # type: ignore[misc]  # what
             weight.data = parked
 
 
+@former_names(config="aio_config")
 def enable(
     path: str | os.PathLike[str],
     *,

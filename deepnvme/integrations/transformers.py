@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepnvme._former_names import former_names
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.offload import ActivationReport, save_on_disk
 from deepnvme.telemetry.callers import stack_level
@@ -114,6 +115,7 @@ A function stays in this dict after :func:`disable` if another project's wrapper
 """
 
 
+@former_names(config="aio_config")
 def enable(
     path: AnyPath | Sequence[AnyPath],
     *,

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from deepnvme._former_names import option_names, refuse_options
+from deepnvme._former_names import former_names, option_names, refuse_options
 from deepnvme.offload import OffloadedTraining
 from deepnvme.states.partition import ELEMENTWISE
 
@@ -48,6 +48,7 @@ _OVERRIDDEN = {
 """Methods of ``Trainer`` that are overridden, with the names of the arguments that are used."""
 
 
+@former_names(nvme_path="path")
 def offload_training(
     trainer: Any, path: AnyPath | Sequence[AnyPath], *, blocks: Iterable[nn.Module | str] | None = None, **options: Any
 ) -> OffloadedTraining:

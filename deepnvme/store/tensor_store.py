@@ -90,7 +90,7 @@ class TensorStore:
         OSError: From creating and opening files.
     """
 
-    @former_names(config="aio_config")
+    @former_names(directories="path", config="aio_config")
     def __init__(
         self,
         path: Directory | Sequence[Directory],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepnvme._former_names import option_names, refuse_options
+from deepnvme._former_names import former_names, option_names, refuse_options
 from deepnvme.drives.profiles import AnyPath
 
 from .creating import Values, normal_rows
@@ -301,6 +301,7 @@ class EmbeddingOnDisk(RowsOnDisk):
         OSError: If the drive cannot be read or written.
     """
 
+    @former_names(config="aio_config")
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *,
         path: AnyPath | Sequence[AnyPath] | Table, dtype: torch.dtype | None = None, optimizer: OptimizerFactory | None = None,
@@ -328,6 +329,7 @@ class EmbeddingBagOnDisk(RowsOnDisk):
         include_last_offset: Whether ``offsets`` has the end of the last bag too.
     """
 
+    @former_names(config="aio_config")
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, path: AnyPath | Sequence[AnyPath] | Table, mode: Mode = "mean",
         padding_idx: int | None = None, include_last_offset: bool = False, dtype: torch.dtype | None = None,

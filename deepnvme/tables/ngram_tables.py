@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
@@ -26,6 +27,7 @@ _SHARD_NAME = r"(?P<table>.+?)[._-](?:shard|part)[._-]?(?P<number>\d+)(?P<rest>\
 """Pattern of the names of a table's shards: "ngram.shard_3.weight" is the fourth shard of the table "ngram.weight"."""
 
 
+@former_names(config="aio_config")
 def open_ngram_tables(
     path: AnyPath,
     names: str = r".*",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepnvme._former_names import former_names
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -25,6 +26,7 @@ from .table import DEFAULT_MEMORY_BUDGET, TableMemory, as_paths
 _MIN_BYTES = 1 << 30
 
 
+@former_names(config="aio_config")
 def offload_embeddings(
     model: nn.Module,
     path: AnyPath | Sequence[AnyPath],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -130,11 +131,20 @@ def test_a_failed_save_that_nobody_asked_about_fails_the_process(drive: Path, in
     """All exit handlers run."""
     ended = interpreters.run(FAILS.format(drive=str(drive)) + end)
     assert ended.stderr == (
-        f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody asked for the result: "
+        f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody called result(): "
         f"FileNotFoundError: [Errno 2] No such file or directory: '{drive}/unseen/a.pt'\n"
     )
     assert ended.stdout == "registered last\nregistered first\n"
     assert ended.returncode == status
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_failed_save_fails_a_child_of_multiprocessing(drive: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    child = multiprocessing.get_context(method).Process(target=deepnvme.async_save, args=([1], drive / "unseen" / "a.pt"))
+    child.start()
+    child.join()
+    assert child.exitcode == 1
+    assert f"deepnvme: '{drive}/unseen/a.pt' was not saved, and nobody called result()" in capfd.readouterr().err
 
 
 def test_a_failed_save_does_not_hide_the_exception_that_ends_the_process(drive: Path, interpreters: Any) -> None:

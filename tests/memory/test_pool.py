@@ -285,7 +285,7 @@ def test_a_waiting_lease_is_woken_when_memory_comes_back(pool: BufferPool, viewe
 def test_more_than_the_budget_is_refused_at_once(pool: BufferPool) -> None:
     expected = (
         "409601 bytes of buffers are wanted; of the budget of 409600 bytes, 0 are in use: set a budget of at least 413696 "
-        r"\(deepnvme.swap.set_buffer_budget\)"
+        r"\(deepnvme.memory.set_buffer_budget\)"
     )
     with pytest.raises(OutOfBuffers, match=expected):
         pool.lease(100 * PAGE + 1)
@@ -624,7 +624,7 @@ def test_the_process_has_one_pool(interpreters: Any) -> None:
         pool = deepnvme.swap.buffer_pool()
         assert pool is deepnvme.swap.buffer_pool()
         assert pool.budget == 500
-        deepnvme.swap.set_buffer_budget(4096)
+        deepnvme.memory.set_buffer_budget(4096)
         assert pool.budget == 4096
     """).check()
 
@@ -656,7 +656,7 @@ def test_a_forked_child_is_refused_the_pool_and_has_one_of_its_own(interpreters:
     calls = ["lease(1)", "lease(0)", "try_lease(1)", "in_use", "allocated", "trim()", "set_budget(1)"]
     interpreters.run(FORK + f"""
 import concurrent.futures
-deepnvme.swap.set_buffer_budget(409600)
+deepnvme.memory.set_buffer_budget(409600)
 pool = deepnvme.swap.buffer_pool()
 leases = [pool.lease(4096), pool.lease(4096), pool.lease(401408)]
 leases[0].buffer.fill_(1)

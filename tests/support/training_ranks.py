@@ -64,7 +64,7 @@ def batches(step, count=ranks):
 def trained(model, name=None, **options):
     # With a name of its own, a training in this process alone.
     together = {} if name else {"process_group": dist.group.WORLD}
-    options = {"memory_budget": 1 << 18, **together, **ADAM, **options}
+    options = {"memory_budget": 0, **together, **ADAM, **options}
     return OffloadedTraining(model, torch.optim.AdamW, path=drive / (name or "together"), **options)
 
 

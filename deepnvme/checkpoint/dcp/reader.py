@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.formats.dcp_tensor import HEAD, KnownArchives
 from deepnvme.checkpoint.formats.elements import Elements
@@ -100,6 +101,7 @@ class NVMeReader(FileSystemReader):
     _metadata_read: tuple[Path, file_io.Version] | None = None
     """(path, version) of the metadata file that was read; None before :meth:`read_metadata`."""
 
+    @former_names(config="aio_config")
     def __init__(
         self, path: str | os.PathLike[str], *args: Any, weights_only: bool | None = None, aio_config: AioConfig | None = None,
         **kwargs: Any,

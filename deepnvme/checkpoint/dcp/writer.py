@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.file_io import write
 from deepnvme.checkpoint.formats.dcp_tensor import flat, frame, memory_of_item
 from deepnvme.checkpoint.formats.file_image import FileImage
@@ -79,6 +80,7 @@ class NVMeWriter(FileSystemWriter):
             Only torch's own writers support these.
     """
 
+    @former_names(config="aio_config")
     def __init__(self, path: str | os.PathLike[str], *args: Any, aio_config: AioConfig | None = None, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self._aio_config = aio_config  # not the engine: a writer can be pickled, to go to another process

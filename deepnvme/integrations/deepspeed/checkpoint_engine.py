@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deepnvme._former_names import former_names
 from deepnvme.checkpoint.loading import MapLocation, load
 from deepnvme.checkpoint.saving import save
 from deepnvme.drives.aio_config import AioConfig
@@ -50,6 +51,7 @@ class NVMeCheckpointEngine:
 
     name = "NVMeCheckpointEngine"
 
+    @former_names(config="aio_config")
     def __init__(self, config_params: Any = None, *, fsync: bool = True, aio_config: AioConfig | None = None) -> None:
         self._fsync = fsync
         self._config = _aio_block(config_params) if aio_config is None else aio_config

@@ -628,8 +628,8 @@ def _check_budget(budget: int, least: int, share: int) -> None:
     if budget < least:
         needed = -(-(least - share) * 4 // 3) if share else least
         raise ValueError(
-            f"memory_budget must be at least {needed}, which the largest block needs with its gradients and a part of its states,"
-            f" or 0 for no more than that; got {budget}"
+            f"memory_budget must be at least {needed}, which the activations and the largest block need, with its gradients and a"
+            f" part of its states, or 0 for no more than that; got {budget}"
         )
 
 

@@ -417,7 +417,7 @@ def test_a_model_larger_than_memory(drive: Path, interpreters: Interpreters) -> 
         def training_of(blocks):
             with torch.device("meta"):
                 model = Model(blocks)
-            return OffloadedTraining(model, torch.optim.SGD, lr=0.1, path={str(drive)!r}, memory_budget=16 << 20)
+            return OffloadedTraining(model, torch.optim.SGD, lr=0.1, path={str(drive)!r}, memory_budget=40 << 20)
 
         def own_memory():
             with open("/proc/self/status") as status:

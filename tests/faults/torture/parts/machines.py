@@ -118,6 +118,7 @@ def _in_child(inside: Setup, place: Path, said: Path, allowed: tuple[int, ...], 
                 return
             for known in ("transfers of .* go through the page cache", "mlock of .* was refused", "activations stay in memory"):
                 warnings.filterwarnings("ignore", known, RuntimeWarning)
+            warnings.filterwarnings("ignore", ".* is on tmpfs: this is memory", UserWarning)
             trips = RoundTrips(place, allowed)
             trips.run()
             if bool(trips.refused) != expects_refusal:
