@@ -106,7 +106,7 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
 
 HALF_BUILT = [
     deepnvme.Engine, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture,
-    OffloadedTraining, WeightStore, Streaming, Table, deepnvme.CheckpointManager, deepnvme.checkpoint.SaveFuture,
+    OffloadedTraining, WeightStore, Streaming, Table, deepnvme.CheckpointManager, deepnvme.SaveFuture,
 ]  # fmt: skip
 
 
