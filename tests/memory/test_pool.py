@@ -285,7 +285,7 @@ def test_a_waiting_lease_is_woken_when_memory_comes_back(pool: BufferPool, viewe
 def test_more_than_the_budget_is_refused_at_once(pool: BufferPool) -> None:
     expected = (
         "409601 bytes of buffers are wanted; of the budget of 409600 bytes, 0 are in use: set a budget of at least 413696 "
-        r"\(deepnvme.swap.set_buffer_budget\)"
+        r"\(deepnvme.memory.set_buffer_budget\)"
     )
     with pytest.raises(OutOfBuffers, match=expected):
         pool.lease(100 * PAGE + 1)

@@ -104,7 +104,7 @@ def test_arrays_of_different_lengths_are_refused(counts: tuple[int, int, int]) -
         (array("d", [0.0]), "format 'd'"),
         (bytearray(8), "format 'B'"),
         (memoryview(bytearray(8)).cast("Q", (1, 1)), "2 dimension"),
-        ([0], "incompatible"),
+        ([0], "bytes-like"),
         (None, "incompatible"),
     ],
     ids=["signed", "short", "float", "bytes", "two dimensions", "list", "None"],
