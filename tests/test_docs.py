@@ -2,8 +2,8 @@
 
 Each page's blocks are run in order, in a process and a directory of their own: Python in one namespace, bash and console commands
 in the same directory. ``/mnt/nvme`` in a block stands for a directory on the drive. All that they need is on the page, so that a
-reader can copy it. A block that cannot run here has a comment ``<!-- not run: WHY -->`` above it: its Python is compiled, its bash
-is parsed.
+reader can copy it. A block that cannot run here has a comment ``<!-- not run: WHY -->`` above it: its Python is compiled, its
+bash is parsed.
 """
 
 from __future__ import annotations
