@@ -38,7 +38,7 @@ class Future(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes requested to be transferred."""
+        """Bytes that the transfer was asked for; :meth:`result` says how many were moved."""
 
     def done(self) -> bool:
         """Return whether the transfer has ended, with or without an error. Never blocks.
@@ -172,9 +172,11 @@ class Engine:
     ...     engine.write(tensor, "/mnt/nvme/tensor").result()
     ...     engine.read(tensor, "/mnt/nvme/tensor").result()
 
-    Memory used besides the tensors: none for aligned tensors. For misaligned tensors, and for files opened with
-    ``whole_pages``, at most 64 MiB for each drive, and no more than queue_depth x block_size (or 64 KiB, the largest sector)
-    per worker. Reads use 8 MiB of this memory per worker. Tensors on devices need the same, but 16 MiB per worker.
+    Aligned tensors need no further memory. Misaligned tensors, and padded last pages of files opened with ``whole_pages``, are
+    staged: per worker at most queue_depth x block_size (64 KiB at least), in all 64 MiB per drive; of this, reads use at most
+    8 MiB per worker. CUDA tensors are staged in further memory, with the same limits and 16 MiB per worker.
+
+    In the signatures, ``AnySource`` is a path or a file opened with :meth:`open`.
 
     The op is compiled on first use if it was not installed precompiled. Thread-safe. A process forked from this one must make
     its own engine: in the child, every method of this engine raises RuntimeError.
@@ -244,7 +246,7 @@ class Engine:
         """Whether no more transfers are accepted, because :meth:`close` was called."""
         return self._native.closed
 
-    def read(self, tensor: torch.Tensor, source: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
+    def read(self, tensor: torch.Tensor, source: AnySource, offset: int = 0) -> Future:
         """Start reading ``tensor.nbytes`` bytes at ``offset`` into ``tensor``; return at once.
 
         If very many requests on paths are pending, blocks until some of them have closed their files.
@@ -276,7 +278,7 @@ class Engine:
         """
         return self._native.read(tensor, source, offset)
 
-    def write(self, tensor: torch.Tensor, target: str | bytes | os.PathLike[str] | File, offset: int = 0) -> Future:
+    def write(self, tensor: torch.Tensor, target: AnySource, offset: int = 0) -> Future:
         """Start writing the tensor's bytes at ``offset``; return at once.
 
         A path is created if it is missing (mode 0666 less the umask) and never truncated: bytes outside [offset, offset + nbytes)
@@ -381,7 +383,7 @@ class Engine:
         """
         return self._native.scatter(target, ids, values, record_size=record_size, base=base)
 
-    def fsync(self, target: str | bytes | os.PathLike[str] | File) -> Future:
+    def fsync(self, target: AnySource) -> Future:
         """Start flushing a file to stable storage; return at once.
 
         The flush covers all writes to the file that were submitted to this engine earlier. It begins when all earlier writes

@@ -4,7 +4,7 @@
 namespace deepnvme::bindings::help {
 
 inline constexpr const char* Future = R"help(A read, write or fsync that an engine has started, or all transfers of one call such as `read_many`.)help";
-inline constexpr const char* Future_nbytes = R"help(Bytes requested to be transferred.)help";
+inline constexpr const char* Future_nbytes = R"help(Bytes that the transfer was asked for; result() says how many were moved.)help";
 inline constexpr const char* Future_done = R"help(Return whether the transfer has ended, with or without an error. Never blocks.
 
 Raises:
@@ -68,7 +68,7 @@ Blocking methods release the GIL. A handle may be used by several threads. In a 
 RuntimeError. Dropping the handle waits for its transfers.
 
 Args:
-    block_size: Most bytes of one transfer of the system, 512 to 1 GiB. Larger tensors are split.
+    block_size: Most bytes of one system-level transfer, 512 to 1 GiB. Larger tensors are split.
     queue_depth: Most blocks in progress at a time for each worker, 1 to 4096.
     single_submit: Make one system call for each block rather than one for many.
     overlap_events: Has no effect: the engine always overlaps submission and completion.
@@ -78,8 +78,8 @@ Args:
 
 Raises:
     TypeError: For an argument of the wrong type, from every method.
-    ValueError: For a setting out of range; from transfers, for a tensor that is not contiguous (reads), or a range outside
-        the file (reads).
+    ValueError: For a setting out of range; reads also raise it for a tensor that is not contiguous, or a range past the
+        end of the file.
     OSError: If the kernel refuses the backend; from transfers, with errno and filename. After an error the handle stays
         usable.)help";
 inline constexpr const char* aio_handle_read = R"help(Read `buffer.nbytes` bytes of the file, from byte `file_offset` on, into the tensor. Blocks. Returns 0.
@@ -148,7 +148,7 @@ Returns 0 if there was none. Ctrl-C interrupts the wait, not the operations: cal
 Raises:
     OSError: The first error of any operation, with errno and filename, after all have ended. The next wait counts from
         zero.)help";
-inline constexpr const char* aio_handle_get_block_size = R"help(Return the most bytes of one transfer of the system.)help";
+inline constexpr const char* aio_handle_get_block_size = R"help(Return the most bytes of one system-level transfer.)help";
 inline constexpr const char* aio_handle_get_queue_depth = R"help(Return the most blocks that each worker has in progress at a time.)help";
 inline constexpr const char* aio_handle_get_single_submit = R"help(Return whether each block is submitted by a separate system call.)help";
 inline constexpr const char* aio_handle_get_overlap_events = R"help(Return `overlap_events` as it was given. The engine always overlaps.)help";

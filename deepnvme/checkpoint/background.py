@@ -31,7 +31,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.engine import Engine
 from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.ops import load_async_io
-from deepnvme.telemetry.descriptions import printable
+from deepnvme.telemetry.descriptions import printable, representation
 from deepnvme.telemetry.profiler_ranges import profiler_range
 
 from .formats.file_image import FileImage
@@ -72,6 +72,14 @@ class SaveFuture:
     def nbytes(self) -> int:
         """Size of the file in bytes."""
         return self._snapshot.nbytes
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"'{printable(self._path)}'",
+            lambda: "of the parent process" if os.getpid() != self._process else "",
+            lambda: ("failed" if self._error else "done") if self.done() else "under way",
+        )
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not. Never blocks."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from deepnvme._former_names import former_names
 from deepnvme.files.replacing import sync_directory
+from deepnvme.telemetry.descriptions import printable, representation
 from deepnvme.telemetry.progress import ProgressOption
 
 from .background import SaveFuture, start
@@ -64,6 +65,14 @@ class CheckpointManager:
         self.directory.mkdir(parents=True, exist_ok=True)
         for made in missing:
             sync_directory(made.parent)
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"in '{printable(self.directory)}'",
+            lambda: f"keep={self.keep}",
+            lambda: f"steps {', '.join(map(str, self.steps())) or 'none'}",
+        )
 
     def path(self, step: int) -> Path:
         """Return the path of a step's checkpoint, which may not exist.
@@ -155,9 +164,10 @@ class CheckpointManager:
         """
         chosen = self.latest() if step is None else step
         if chosen is None or not self.path(chosen).exists():
-            there = ", ".join(map(str, self.steps())) or "none"
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise FileNotFoundError(errno.ENOENT, f"{wanted}; there are those of: {there}", str(self.directory))
+            steps = ", ".join(map(str, self.steps()))
+            text = f"no checkpoint of step {step}; existing steps: {steps}"
+            text = text if steps else "there are no checkpoints in this directory"
+            raise FileNotFoundError(errno.ENOENT, text, str(self.directory))
         return load(self.path(chosen), **{"aio_config": self.aio_config, **options})
 
     # This is safe from other threads and processes that save into the directory. A save that lists the steps after another has

@@ -89,7 +89,7 @@ def load_file(
 
     Args:
         filename: Path of the file or of the index.
-        device: Where the tensors are loaded to. A number is that of a CUDA device.
+        device: Where the tensors are loaded to. An int is the index of a CUDA device.
         backend: Accepted as by safetensors; has no effect.
         progress: As for :func:`deepnvme.load`, for each file.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.

@@ -44,7 +44,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Protocol of weights that :meth:`WeightStore.build` reads one by one, so that they need not all be in memory at once."""
+    """Weights that :meth:`WeightStore.build` reads one by one; implement it for a source of your own."""
 
     def names(self) -> Iterable[str]:
         """Return the names of all weights, including every name of a tied weight."""

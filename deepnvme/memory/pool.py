@@ -126,11 +126,15 @@ class BufferPool:
         return representation(
             self,
             lambda: f"budget={size_for_people(self.budget)}",
-            lambda: f"{size_for_people(self._chunks.lent_bytes)} in use",
+            lambda: f"{size_for_people(self._in_use_now())} in use",
             lambda: f"{size_for_people(self._chunks.free_bytes)} kept for reuse",
             lambda: f"{self.waiting} waiting" if self.waiting else "",
             lambda: "" if self._generation == _generation else "of the parent process, not to be used in this one",
         )
+
+    def _in_use_now(self) -> int:
+        """Return :attr:`in_use`; in a forked child, or while a method of the pool runs, as the last call left it."""
+        return self._chunks.lent_bytes if self._generation != _generation or self._lock.locked() else self.in_use
 
     def _call(self, use: Callable[[ChunkList], Result]) -> Result:
         """Free the chunks whose leases have ended, then return ``use(chunks)`` with the lock held."""

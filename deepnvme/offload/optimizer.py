@@ -49,8 +49,9 @@ class OffloadedOptimizer(Optimizer):
     The parameters are divided into sub-groups. A step reads the states of one sub-group from the drive, steps it on the CPU and
     writes its states back, while the states of the next sub-group are read.
 
-    If other code has changed a parameter since the last step, the next step copies the new value into the master weight. Loading
-    a model's ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not count them.
+    With ``master_weights``, if other code has changed a parameter since the last step, the next step copies the new value into
+    the master weight. Loading a model's ``state_dict`` is noticed; changes through ``.data`` are not, because torch does not
+    count them.
 
     **Errors.** A step is never undone. If it fails, the sub-groups that were stepped stay stepped, and the exception says how
     many are left; the next :meth:`step` finishes them, with the gradients that are still there. Until then :meth:`state_dict`,
@@ -63,25 +64,24 @@ class OffloadedOptimizer(Optimizer):
     **Processes.** A forked child cannot use the optimizer.
 
     **Again on the same path.** If the same thread makes a second optimizer on a path in use, as when a notebook cell runs again,
-    the first one is closed, as soon as the second one has locked all of its other directories. The methods of the first then
-    raise RuntimeError naming where the second was made. A UserWarning is given if no :meth:`state_dict` has the newest steps. If
-    the path is in use by an optimizer of another running thread or of another process, the second one raises StoreLocked. An
-    unreferenced optimizer is garbage-collected, which frees its directory.
+    the first one is closed. The methods of the first then raise RuntimeError naming where the second was made. A UserWarning is
+    given if no :meth:`state_dict` has the newest steps. If the path is in use by an optimizer of another running thread or of
+    another process, the second one raises StoreLocked. An unreferenced optimizer is garbage-collected, which frees its directory.
 
     Args:
         params: Parameters or parameter groups, as for any torch optimizer.
         optimizer_class: Any optimizer that updates each parameter independently of the others. ``fused=True``, if the class has
             it, is several times as fast.
-        path: One directory, or several to stripe over. A leading "~" is the home
-            directory. Locked while the optimizer is open. With ``torch.distributed``, each rank makes and locks its own directory
-            in them. Twice the bytes of the states are reserved there at once.
+        path: One directory, or several to stripe over. A leading "~" is the home directory. Locked while the optimizer is open.
+            With ``torch.distributed``, each rank makes and locks its own directory in them. Twice the bytes of the states are
+            reserved there at once.
         memory_budget: Bytes of states that stay in memory, and of their gradients with ``offload_gradients``; or "8GB", or
-            "25%" of the available memory, or "auto" for half of that, though no more than the pool has room for. Checkpoints
-            go through the drive nevertheless. Further memory is needed for three sub-groups in flight (one read, one
-            stepped, one written): their states and master weights; and with ``offload_gradients`` the gradients of four
-            sub-groups.
+            "25%" of the available memory, or "auto" for half of that, though no more than the pool has room for.
+            :meth:`state_dict` first writes resident states to the drive. Further memory is needed for three sub-groups in flight
+            (one read, one stepped, one written): their states and master weights; and with ``offload_gradients`` the gradients of
+            four sub-groups.
         master_weights: Keep float32 weights of bfloat16 and float16 parameters with the states, and step these weights.
-            Required for parameters on CUDA devices, because states are stepped on the CPU.
+            Required for parameters on CUDA devices, float32 ones too, because the step runs on the CPU.
         offload_gradients: Write gradients to the drive during backward and read them back for the step. ``param.grad`` is None
             after backward; :meth:`clip_grad_norm_` clips the gradients on the drive.
         advanced: Rarely used options: ``aio_config``, ``checksum``, ``pool`` and ``sub_group_size``. Each may also be given as a
@@ -192,7 +192,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Number of steps completed since the optimizer was created. An unfinished step does not count."""
+        """Steps completed by this object; :meth:`load_state_dict` does not change it. An unfinished step does not count."""
         return self._step.steps
 
     def report(self) -> StepReport:

@@ -368,7 +368,7 @@ class Lookahead(Generic[Batch]):
     ...     train(batch)
 
     Results are the same as without Lookahead: the next batch uses the trained rows. The memory budget of each embedding needs
-    room for the rows of two batches. The loader is one batch ahead, which takes memory for that batch.
+    room for the rows of two batches. The loader runs one batch ahead, so one more batch is in memory.
 
     Args:
         loader: An iterable of batches, such as a DataLoader.

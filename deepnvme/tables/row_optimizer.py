@@ -210,7 +210,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Train the rows that have gradients. Blocks until they are read and changed in memory; they are written later.
+        """Train the rows that have gradients. Blocks until they are read and changed in memory.
+
+        They are written later, at the latest by :meth:`commit`.
 
         Args:
             closure: Computes the loss and its gradients again, as for torch's optimizers. None if the gradients exist already.

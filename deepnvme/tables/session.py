@@ -255,11 +255,14 @@ class TableSession:
         """Return the writer. Raises ValueError after :meth:`close`, and PermissionError if the table was opened read-only."""
         self._check_usable()
         if self.writer is None:
-            place, remedy = self.layout.files[0], "copy them into a table that can be changed: Table.create(..., updatable=True)"
-            if self._directories:
-                place = self._directories[0]
-                remedy = "open the table with writable=True" if self.layout.updatable else remedy
-            raise PermissionError(f"the rows of '{place}' were opened to be read, and cannot be changed: {remedy}")
+            place = self._directories[0] if self._directories else self.layout.files[0]
+            if not self._directories:
+                why = "a file used in place is only read; copy its rows by Table.from_tensor(..., updatable=True)"
+            elif self.layout.updatable:
+                why = "the table was opened to be read; open it with writable=True"
+            else:
+                why = "the table was made without updatable=True; make it again by Table.from_tensor(..., updatable=True)"
+            raise PermissionError(f"the rows of '{place}' cannot be changed: {why}")
         return self.writer
 
     @property

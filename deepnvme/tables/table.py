@@ -139,7 +139,13 @@ class Table:
     ) -> Table:
         """Make a table of the rows of a tensor: ``tensor[i]`` is row i. The tensor may be mapped from a file, of any size.
 
-        Arguments and errors are those of :meth:`create`.
+        Args:
+            paths: As for :meth:`create`.
+            tensor: The rows, on the CPU or a CUDA device.
+            updatable: As for :meth:`create`, but False by default.
+            **memory: ``memory_budget``, ``staging_bytes`` and ``aio_config``, as for :meth:`create`.
+
+        Raises the errors of :meth:`create`, and ValueError for a tensor without dimensions.
         """
         if tensor.dim() == 0:
             raise ValueError("a table is made of a tensor with rows, got one without dimensions")
@@ -187,8 +193,8 @@ class Table:
             StoreLocked: If a writer has the table open or, with ``writable``, readers have; the message names the holder. Tables
                 that are no longer referenced are garbage-collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
-            ValueError: For directories that are not those of one table, in its order; a file whose rows are not contiguous; a
-                raw file without ``dtype`` and ``shape``; or ``writable`` for anything but an updatable table.
+            ValueError: If the directories are not all those of one table, in the order of its creation; for a file whose rows are
+                not contiguous, a raw file without ``dtype`` and ``shape``, or ``writable`` for anything but an updatable table.
             OSError: From opening the files.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")

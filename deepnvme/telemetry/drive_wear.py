@@ -31,7 +31,10 @@ class WriteEstimate(ReportFigures):
     """Bytes written once, in addition to those of the steps."""
 
     def terabytes_per_day(self, seconds_per_step: float) -> float:
-        """Return the TB written per day at one step every ``seconds_per_step`` seconds. Raises ValueError unless positive."""
+        """Return the TB written per day at one step every ``seconds_per_step`` seconds.
+
+        Raises ValueError if ``seconds_per_step`` is not positive.
+        """
         _check_positive(seconds_per_step, "seconds_per_step")
         return terabytes_per_day(self.bytes_per_step, seconds_per_step)
 

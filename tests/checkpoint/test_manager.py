@@ -60,11 +60,11 @@ def test_wrong_arguments_are_named(
 
 def test_what_is_not_there_is_told_with_what_is(drive: Path) -> None:
     manager = CheckpointManager(drive)
-    with pytest.raises(FileNotFoundError, match="no checkpoint; there are those of: none"):
+    with pytest.raises(FileNotFoundError, match="there are no checkpoints in this directory"):
         manager.load()
     for step in (10, 200):
         manager.save(step, [step])
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; there are those of: 10, 200") as caught:
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 7; existing steps: 10, 200") as caught:
         manager.load(7)
     assert caught.value.filename == str(drive)
 

@@ -109,6 +109,12 @@ def test_rows_that_no_table_can_change_are_to_be_copied(drive: Path) -> None:
         assert "writable" not in str(refused.value)
 
 
+def test_a_table_just_made_that_cannot_be_changed_says_why(drive: Path) -> None:
+    with Table.from_tensor(drive / "table", VALUES) as made, pytest.raises(PermissionError) as refused:
+        made.write(torch.tensor([0]), VALUES[:1])
+    assert "the table was made without updatable=True; make it again by Table.from_tensor(" in str(refused.value)
+
+
 def test_a_reader_changes_nothing(drive: Path, table: Table) -> None:
     table.close()
     with Table.open(drive / "table") as reader:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import deepnvme
+from deepnvme.checkpoint.publication import Destination
 from deepnvme.memory import BufferPool
 from deepnvme.offload import OffloadedTraining
 from deepnvme.store import TensorStore
@@ -59,6 +60,37 @@ def test_a_pool_is_told_while_another_thread_is_in_the_midst_of_a_call() -> None
     assert told == ["<BufferPool budget=1 MiB, 0 bytes in use, 0 bytes kept for reuse>"]
 
 
+def test_a_pool_does_not_count_leases_that_have_ended() -> None:
+    pool = BufferPool(MIB)
+    leased = pool.lease(4096).buffer
+    assert repr(pool) == "<BufferPool budget=1 MiB, 4 KiB in use, 0 bytes kept for reuse>"
+    del leased
+    assert repr(pool) == "<BufferPool budget=1 MiB, 0 bytes in use, 4 KiB kept for reuse>"
+
+
+def test_of_checkpoints_where_they_are_and_how_they_ended(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = deepnvme.CheckpointManager(drive / "run", keep=2)
+    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2, steps none>"
+    begun = threading.Event()
+    publish = Destination.publish
+
+    def late(*args: Any) -> None:
+        begun.wait()
+        publish(*args)
+
+    monkeypatch.setattr(Destination, "publish", late)
+    save = manager.save(7, [1], asynchronous=True)
+    assert repr(save) == f"<SaveFuture '{manager.path(7)}', under way>"
+    begun.set()
+    save.result()
+    assert repr(save) == f"<SaveFuture '{manager.path(7)}', done>"
+    failed = deepnvme.async_save([1], drive / "missing" / "file.pt")
+    assert isinstance(failed.exception(), OSError)
+    assert repr(failed) == f"<SaveFuture '{drive / 'missing' / 'file.pt'}', failed>"
+    manager.save(8, [1])
+    assert repr(manager) == f"<CheckpointManager in '{drive / 'run'}', keep=2, steps 7, 8>"
+
+
 def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> None:
     with TensorStore([drive / "a", drive / "b"], persist=True) as store:
         future = store.put("tensor", torch.ones(1024))
@@ -74,7 +106,7 @@ def test_of_a_store_its_directories_and_how_many_tensors_it_has(drive: Path) -> 
 
 HALF_BUILT = [
     deepnvme.Engine, deepnvme.OffloadedOptimizer, BufferPool, TensorStore, StoreFuture,
-    OffloadedTraining, WeightStore, Streaming, Table,
+    OffloadedTraining, WeightStore, Streaming, Table, deepnvme.CheckpointManager, deepnvme.SaveFuture,
 ]  # fmt: skip
 
 

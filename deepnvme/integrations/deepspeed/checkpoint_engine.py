@@ -86,7 +86,7 @@ class NVMeCheckpointEngine:
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether this data-parallel rank writes the data that all of them share: True for rank 0 only."""
+        """Return whether this rank writes the data that all data-parallel ranks share: True for rank 0 only."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:

@@ -23,7 +23,7 @@ class TrainingReport(DriveReport):
 
     @property
     def terabytes_per_day(self) -> float:
-        """TB (10^12 bytes) that would be written in a day of steps like this one, each of which takes :attr:`period`."""
+        """TB (10^12 bytes) written per day if every step is like this one and takes :attr:`period` seconds."""
         activations = 0 if self.activations is None else self.activations.bytes_written
         return terabytes_per_day(self.bytes_written + activations, self.period)
 

@@ -50,7 +50,7 @@ class Weight(NamedTuple):
         return self.offset + self.nbytes
 
     def stored(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the weight's bytes as they are stored, a view of ``memory``, the bytes of the extent."""
+        """Return the weight's bytes as they are stored, as a view of ``memory``, which holds the whole extent."""
         return memory[self.offset : self.end]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def clearly_slower(self) -> bool:
-        """Whether the interval excludes that the setting is as fast as the recommended one, or faster."""
+        """Whether the setting is slower than the recommended one: the whole interval is above 0."""
         return self.interval is not None and self.interval[0] > 0
 
     @property

@@ -132,7 +132,7 @@ class aio_handle:
     RuntimeError. Dropping the handle waits for its transfers.
 
     Args:
-        block_size: Most bytes of one transfer of the system, 512 to 1 GiB. Larger tensors are split.
+        block_size: Most bytes of one system-level transfer, 512 to 1 GiB. Larger tensors are split.
         queue_depth: Most blocks in progress at a time for each worker, 1 to 4096.
         single_submit: Make one system call for each block rather than one for many.
         overlap_events: Has no effect: the engine always overlaps submission and completion.
@@ -142,8 +142,8 @@ class aio_handle:
 
     Raises:
         TypeError: For an argument of the wrong type, from every method.
-        ValueError: For a setting out of range; from transfers, for a tensor that is not contiguous (reads), or a range outside
-            the file (reads).
+        ValueError: For a setting out of range; reads also raise it for a tensor that is not contiguous, or a range past the
+            end of the file.
         OSError: If the kernel refuses the backend; from transfers, with errno and filename. After an error the handle stays
             usable.
     """
@@ -257,7 +257,7 @@ class aio_handle:
                 zero.
         """
     def get_block_size(self) -> int:
-        """Return the most bytes of one transfer of the system."""
+        """Return the most bytes of one system-level transfer."""
     def get_queue_depth(self) -> int:
         """Return the most blocks that each worker has in progress at a time."""
     def get_single_submit(self) -> bool:
