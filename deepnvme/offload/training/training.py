@@ -624,13 +624,19 @@ def _activation_bytes(activations: str, activation_budget: MemoryBudget | None, 
 
 
 def _check_budget(budget: int, least: int, share: int) -> None:
-    """Raise ValueError if a budget is less than ``least``, of which ``share`` is the budget's quarter for activations."""
+    """Raise ValueError if a budget is less than half of ``least``, of which ``share`` is the budget's quarter for activations.
+
+    A budget that is nearer is exceeded, with a message in the log: a program that ran with a smaller model still runs.
+    """
     if budget < least:
         needed = -(-(least - share) * 4 // 3) if share else least
-        raise ValueError(
+        message = (
             f"memory_budget must be at least {needed}, which the activations and the largest block need, with its gradients and a"
             f" part of its states, or 0 for no more than that; got {budget}"
         )
+        if 2 * budget < least:
+            raise ValueError(message)
+        _logger.warning("the training takes more than its budget: %s", message)
 
 
 def _check_distributed_options(optimizer_class: type[Optimizer], quantize: Scheme | None) -> None:
