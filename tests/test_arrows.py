@@ -20,6 +20,7 @@ TRANSFER = ENGINE | {"memory", "transfer", "cache"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"model", "checkpoint", "checkpoint.formats"}
 STREAMING = STORE | CHECKPOINT
+PARTS_OF_A_STREAM = {"streaming.extent_memory", "streaming.placeholder", "streaming.replaced_forward"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
 BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
@@ -54,7 +55,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"_lazy", "tables"},
     "streaming.weights": STREAMING,
     "streaming.kv": STREAMING,
-    "streaming": STREAMING | {"streaming.weights", "streaming.kv"},
+    **dict.fromkeys(PARTS_OF_A_STREAM, TRANSFER | {"model"}),
+    "streaming.experts": STREAMING | PARTS_OF_A_STREAM,
+    "streaming": STREAMING | PARTS_OF_A_STREAM | {"streaming.weights", "streaming.kv", "streaming.experts"},
     "integrations": INTEGRATIONS,
     "integrations.deepspeed.io": ENGINE | {"memory"},
     "integrations.deepspeed.swap_tensor": CHECKPOINT,
