@@ -53,6 +53,7 @@ def make(options: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config(options), dtype=getattr(torch, options.dtype))
+    torch.nn.init.normal_(model.model.embed_tokens.weight)  # so that words differ, and routers choose by them
     model.save_pretrained(options.dir / "checkpoint")
     deepnvme.streaming.from_pretrained(options.dir / "checkpoint", path=options.dir / "store", progress=False).streaming.close()
 
@@ -105,8 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="directory on the drive")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", help="what the processor computes fastest")
     parser.add_argument("--budget", type=int, default=30, help="memory, in percent of the experts")
     parser.add_argument("--warm", type=int, default=100, help="tokens before the measured ones")
     parser.add_argument("--tokens", type=int, default=60)

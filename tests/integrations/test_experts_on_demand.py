@@ -70,6 +70,17 @@ def test_logits_and_tokens_are_those_of_the_model_in_memory(
         assert len(report.layers) == (2 if kind == "deepseek" else 3)
 
 
+def test_logits_are_the_same_where_torch_has_no_grouped_mm_for_processors(checkpoints: dict[str, Path]) -> None:
+    """As torch 2.10 and older for weights that are not aligned, as mapped ones."""
+    memory, offloaded = (load(checkpoints["qwen3"], experts_implementation="grouped_mm") for _ in range(2))
+    with (
+        mock.patch("transformers.integrations.moe.is_torch_less_or_equal", return_value=True),
+        offload_experts(offloaded, checkpoints["qwen3"], memory_budget=BUDGET),
+        torch.inference_mode(),
+    ):
+        assert torch.equal(offloaded(**prompts()).logits, memory(**prompts()).logits)
+
+
 def test_what_fails_in_the_middle_of_generate_is_told_and_the_next_call_works(checkpoints: dict[str, Path]) -> None:
     model = load(checkpoints["olmoe"])
     expected = tokens(model)

@@ -56,8 +56,9 @@ def offload_experts(
     Weights of other modules stay as they are: in memory, or streamed if :func:`stream` is called afterwards. No file is written.
 
     The model's results are bit-identical to those with all weights in memory, whichever of transformers' implementations of
-    experts the model has: eager, grouped_mm or batched_mm. Calls from several threads take turns, layer by layer. Gradients flow
-    to the inputs; the experts get none.
+    experts the model has: eager, grouped_mm or batched_mm. Calls from several threads take turns, layer by layer. Experts get no
+    gradients. Gradients flow to the inputs of packed experts that are computed one by one (eager), whose weights then stay in
+    memory until the backward; others raise RuntimeError in the backward.
 
     Args:
         model: A module on the CPU, a CUDA device or the meta device. The weights of its experts are released.

@@ -50,9 +50,19 @@ class UnreadExperts(Placeholder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def expert(self, number: int) -> torch.Tensor:
-        """Return an expert's weight, in this tensor's dtype and on its device. Blocks until it is read."""
-        weight = self.read(number).to(device=self.device, dtype=self.dtype)
+        """Return an expert's weight, in this tensor's dtype and on its device. Blocks until it is read.
+
+        A negative number counts from the end. Raises IndexError if there is no such expert.
+        """
+        experts = self.shape[0]
+        if not -experts <= number < experts:
+            raise IndexError(f"expert {number} is out of range: {self.weight!r} has {experts} experts")
+        weight = self.read(number % experts).to(device=self.device, dtype=self.dtype)
         return weight.transpose(-2, -1) if self.is_transposed else weight
+
+    def data_ptr(self) -> int:  # type: ignore[override]
+        """Return an address that is aligned to nothing: with torch 2.10 and older, transformers then takes its own grouped_mm."""
+        return 1
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
@@ -86,32 +96,26 @@ class UnreadWeight(Placeholder):
         return func(*args, **kwargs)
 
 
-def _select(weight: Any, dim: int, index: int) -> torch.Tensor | None:
+def _select(weight: UnreadExperts, dim: int, index: int) -> torch.Tensor | None:
     """Return the weight of one expert; None for another dimension."""
-    experts = weight.shape[0]
-    if dim % weight.dim() or not isinstance(weight, UnreadExperts):
-        return None
-    if not -experts <= index < experts:
-        raise IndexError(f"expert {index} is out of range: {weight.weight!r} has {experts} experts")
-    return weight.expert(index % experts)
+    return None if dim % weight.dim() else weight.expert(index)
 
 
 def _index(weight: Any, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Return the weights of several experts, stacked: each is read once. None unless the index is one row of numbers."""
-    if not isinstance(weight, UnreadExperts) or len(indices) != 1 or indices[0] is None or indices[0].dim() != 1:
+    rows = indices[0] if len(indices) == 1 else None
+    if not isinstance(weight, UnreadExperts) or rows is None or rows.dim() != 1 or rows.dtype == torch.bool:
         return None
-    numbers = indices[0].tolist()
-    if indices[0].dtype == torch.bool:
-        numbers = [number for number, chosen in enumerate(numbers) if chosen]
+    numbers = rows.tolist()
     stacked = torch.empty((len(numbers), *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
     for expert in sorted(set(numbers)):
-        one = weight.expert(expert % weight.shape[0])
+        one = weight.expert(expert)
         for place in [place for place, number in enumerate(numbers) if number == expert]:
             stacked[place] = one
     return stacked
 
 
-def _transpose(weight: Any, first: int, second: int) -> UnreadExperts | None:
+def _transpose(weight: UnreadExperts, first: int, second: int) -> UnreadExperts | None:
     """Return the weights with the last two dimensions exchanged. Reads nothing. None for other dimensions."""
     if weight.dim() != 3 or {first % 3, second % 3} != {1, 2}:
         return None
