@@ -43,6 +43,7 @@ def offload_experts(
     *,
     memory_budget: MemoryBudget = "auto",
     modules: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
     aio_config: AioConfig | None = None,
 ) -> OffloadedExperts:
     """Read the experts of a mixture from its checkpoint when tokens have chosen them, and keep in memory those used most.
@@ -68,6 +69,7 @@ def offload_experts(
         modules: Names of the modules that have experts, or patterns such as "model.layers.*.mlp.experts", in which ``*`` stands
             for one part of a name. A module with parameters of 3 dimensions has packed experts: it indexes them by number. Any
             other module is one expert. None: all modules that transformers calls experts, and children of lists named "experts".
+        device: Where the model computes; None for the device of its weights, or the CPU if they are on the meta device.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Returns:
@@ -81,7 +83,7 @@ def offload_experts(
         RuntimeError: If the model's experts are offloaded or streamed already.
         OSError: If a file cannot be opened.
     """
-    return OffloadedExperts(model, checkpoint, memory_budget, modules, aio_config)
+    return OffloadedExperts(model, checkpoint, memory_budget, modules, device, aio_config)
 
 
 class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
@@ -96,10 +98,12 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         checkpoint: Checkpoint,
         memory_budget: MemoryBudget,
         modules: Sequence[str] | None,
+        device: torch.device | str | None,
         aio_config: AioConfig | None,
     ) -> None:
         budget = budget_bytes(memory_budget, "memory_budget")
         self._model, self._process = type(model).__name__, os.getpid()
+        self._device = None if device is None else torch.device(device)
         self._layers = expert_layers(model, modules)
         _check_in_module(self._layers)
         numbers = {name: layer.number for layer in self._layers for name in layer.weights}
@@ -195,7 +199,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
     def _replace(self, layer: ExpertLayer) -> None:
         """Replace a layer's weights by placeholders, and its forward by one that reads experts."""
         for name, weight in layer.tensors():
-            device = torch.device("cpu") if weight.is_meta else weight.device
+            device = self._device or (torch.device("cpu") if weight.is_meta else weight.device)
             info, read = WeightInfo.of(weight), functools.partial(self._read, layer, name)
             if layer.number is None:
                 layer.put(name, UnreadExperts.make(name, layer.name, info, device, read))
