@@ -17,13 +17,16 @@ from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.telemetry.descriptions import shorten
 
+from .merged_weights import merged
+from .weights.checkpoint_weights import Place
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def locate_weights(
     kind: Any, name: str, options: Mapping[str, Any]
-) -> tuple[PreTrainedModel, dict[str, torch.Tensor | Location], dict[str, Version]]:
+) -> tuple[PreTrainedModel, dict[str, Place], dict[str, Version]]:
     """Return a checkpoint's model, where the weights of the model lie, and the versions of the files. Blocks.
 
     Args:
@@ -36,11 +39,12 @@ def locate_weights(
         its weights by name; and the version of each file, by path, from before its header was read.
 
     Raises:
-        ValueError: If transformers merges or rearranges weights while it loads them, or the checkpoint lacks weights.
+        ValueError: If transformers rearranges weights while it loads them, other than by merging whole tensors; or if the
+            checkpoint lacks weights.
         CorruptCheckpoint: If a file is damaged.
         Exception: Whatever transformers raises.
     """
-    weights: dict[str, torch.Tensor | Location] = {}
+    weights: dict[str, Place] = {}
     versions: dict[str, Version] = {}
 
     def note_files(model: Any, state_dict: object, files: Sequence[str] | None, load_config: Any, *_: Any, **__: Any) -> Any:
@@ -63,7 +67,7 @@ def locate_weights(
 
 def _renamed(
     model: Any, found: Mapping[str, torch.Tensor | Location], transforms: Sequence[Any]
-) -> tuple[dict[str, torch.Tensor | Location], set[str]]:
+) -> tuple[dict[str, Place], set[str]]:
     """Return the weights by their names in the model, and the names in the files that the model has no weight for.
 
     Args:
@@ -72,32 +76,41 @@ def _renamed(
         transforms: transformers' renamings and converters for this model.
 
     Raises:
-        ValueError: If a converter would change a weight.
+        ValueError: If a converter would rearrange weights.
     """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
     wanted = model.state_dict()
-    weights: dict[str, torch.Tensor | Location] = {}
-    converted: dict[str, str] = {}
+    weights: dict[str, Place] = {}
     unexpected = set()
-    for key, location in found.items():
+    parts: dict[str, dict[str, list[tuple[str, torch.Tensor | Location]]]] = {}  # by name in the model, and the pattern
+    for key in sorted(found, key=dot_natural_key):  # the order in which transformers merges them
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
             unexpected.add(name)
         elif pattern is not None:
-            converted[name] = key
+            parts.setdefault(name, {}).setdefault(pattern, []).append((key, found[key]))
         else:
-            weights[name] = location
-    if converted:
-        examples = shorten([f"{name!r} is made of {key!r} and others" for name, key in converted.items()], 2)
-        raise ValueError(
-            f"transformers merges or rearranges {len(converted)} weights of this {type(model).__name__} while it loads them"
-            f" ({examples}), so they cannot be streamed from the checkpoint's files: give path=, where a store of them is built"
-        )
+            weights[name] = found[key]
+    for name, by_pattern in parts.items():
+        converter = converter_of[next(iter(by_pattern))]
+        try:
+            weight = merged(converter, {pattern: [each for _, each in several] for pattern, several in by_pattern.items()})
+        except ValueError as error:
+            raise ValueError(f"the tensors of {name!r} of this {type(model).__name__} do not fit together: {error}") from error
+        if weight is None:
+            keys = [repr(key) for several in by_pattern.values() for key, _ in several]
+            raise ValueError(
+                f"transformers rearranges {name!r} of this {type(model).__name__} while it loads it: it applies"
+                f" {converter.operations} to {shorten(keys, 2)}. So it cannot be streamed from the checkpoint's files: give"
+                " path=, where a store of the weights is built"
+            )
+        weights[name] = weight
     return weights, unexpected
 
 

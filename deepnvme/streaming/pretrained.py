@@ -91,9 +91,9 @@ def from_pretrained(
 
     Args:
         name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
-        path: One or several directories of the store, as for :class:`WeightStore`; None for no store. What has to be
-            converted other than to another dtype needs a store: quantised weights, and weights that transformers merges or
-            rearranges while loading.
+        path: One or several directories of the store, as for :class:`WeightStore`; None for no store. Needed for
+            quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
+            concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
@@ -320,8 +320,8 @@ def _streamed_in_place(
     model, weights, versions = locate_weights(kind, name, options)
     store = CheckpointWeights(weights, versions, model, device, aio_config)
     try:
-        # An ordinary attribute: it is neither a module nor a tensor.
-        model.streaming = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
+        model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
     except BaseException:
         with contextlib.closing(store):
             streamed = streaming_of(model)

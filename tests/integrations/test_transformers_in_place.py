@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
 from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.integrations import accelerate as integration
-from deepnvme.streaming import from_pretrained
+from deepnvme.streaming import WeightMismatch, from_pretrained
 
 from . import models
 
-MERGED = ("mixtral", "deepseek")
-"""Kinds whose experts transformers merges while it loads them."""
-KINDS = [kind for kind in models.KINDS if kind not in MERGED]
+KINDS = list(models.KINDS)
 
 
 def logits(model: torch.nn.Module, kind: str = "llama") -> torch.Tensor:
@@ -54,10 +53,36 @@ def test_logits_and_tokens_are_those_of_the_store_and_of_the_model_in_memory(kin
         assert torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("kind", MERGED)
-def test_weights_that_transformers_merges_are_named_and_need_a_store(kind: str, drive: Path) -> None:
-    models.checkpoint(kind, drive / "checkpoint")
-    with pytest.raises(ValueError, match=r"merges or rearranges \d weights .*experts.* give path="):
+def test_weights_that_transformers_rearranges_are_named_and_need_a_store(drive: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.HrmTextConfig(vocab_size=64, head_dim=16, **sizes)
+    known = transformers.AutoModelForCausalLM.from_config(config)
+    known.save_pretrained(drive / "checkpoint")
+    with pytest.raises(ValueError, match=r"rearranges '.*weight' of this HrmText.*Chunk\(dim=0.* give path="):
+        from_pretrained(drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", path=drive / "store")
+    assert torch.equal(logits_of(model), logits_of(known.eval()))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[1, 5, 9]])).logits
+        return found
+
+
+def test_an_expert_that_is_missing_is_a_weight_of_another_shape(drive: Path) -> None:
+    models.checkpoint("mixtral", drive / "checkpoint")
+    file = drive / "checkpoint" / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    del state["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    with pytest.raises(
+        WeightMismatch, match=r"shape: 'model\.layers\.1\.mlp\.experts\.down_proj' should be .*\[4, 64, 128\], found"
+    ):
+        from_pretrained(drive / "checkpoint")
+    del state["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"gate_up_proj.* cannot be merged"):
         from_pretrained(drive / "checkpoint")
 
 
@@ -74,7 +99,10 @@ def test_weights_that_the_checkpoint_lacks_are_named_before_memory_is_taken_for_
         from_pretrained(drive / "checkpoint", model_class=transformers.LlamaForSequenceClassification)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("t5", torch.float16), ("llama", torch.float32), ("gpt2", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("t5", torch.float16), ("llama", torch.float32), ("gpt2", "auto"), ("mixtral", torch.float32), ("deepseek", torch.float16)],
+)
 def test_a_dtype_that_is_asked_for_is_that_of_the_weights(kind: str, dtype: Any, drive: Path) -> None:
     models.checkpoint(kind, drive / "checkpoint")
     model = from_pretrained(drive / "checkpoint", dtype=dtype)

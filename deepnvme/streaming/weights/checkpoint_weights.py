@@ -7,7 +7,9 @@ which is widened to whole pages: at most 8 KiB more than the weights. An extent 
     file      |....aaaaaaaabbbb|bbbbbbbbcccccc..|   a, b, c: weights of one block; |: multiples of 4096
     extent    |....aaaaaaaabbbb|bbbbbbbbcccccc..|   the model's weights are views of this memory
 
-A weight that the model wants in another form is copied after the read: see :attr:`Weight.elements`.
+A weight that the model wants in another form is copied after the read: see :attr:`Weight.elements`. The pieces of a weight that
+are several tensors in the files, such as the experts of a mixture, are read right where they belong in it. The engine copies
+them on the way, since they begin at other places of a page in memory than in the file.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from torch import nn
 from deepnvme.checkpoint.file_io import Version, file_version
 from deepnvme.checkpoint.formats.elements import Elements
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.weight_locations import Location, OpenFiles, Weights, files_of, weights_in
+from deepnvme.checkpoint.weight_locations import Location, OpenFiles, files_of, weights_in
 from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.lease import Transfer
-from deepnvme.memory.tensor_bytes import contiguous_strides
-from deepnvme.model.quantization import ALIGNMENT
+from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides
+from deepnvme.model.structure import find_ties
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described
 from deepnvme.telemetry.descriptions import representation, shorten, size_for_people, state_text
 from deepnvme.transfer.gather import Transfers
@@ -46,16 +48,29 @@ _DEVICE_ALIGNMENT = 16
 
 
 class Run(NamedTuple):
-    """Neighbouring weights in a file, widened to whole pages."""
+    """Bytes of a file that are read at once: neighbouring weights, widened to whole pages; or a piece of a merged weight."""
 
     path: str
     """Path of the file."""
     offset: int
-    """Where the run begins in the file, in bytes; a multiple of a page."""
+    """Where the run begins in the file, in bytes."""
     nbytes: int
-    """Bytes of the run. It ends at a multiple of a page, or with the file."""
+    """Bytes of the run."""
     place: int
-    """Where the run begins in the extent, in bytes; a multiple of a page."""
+    """Where the run begins in the extent, or the piece in its weight, in bytes."""
+
+
+class MergedWeight(NamedTuple):
+    """A weight that is several tensors in files, which follow one another in memory."""
+
+    info: WeightInfo
+    """Shape of the weight, and the dtype of all its pieces."""
+    pieces: tuple[Run, ...]
+    """The pieces. Their places, from the start of the weight, cover it without gaps."""
+
+
+Place = torch.Tensor | Location | MergedWeight
+"""Where a weight lies. A tensor stands only for a weight without elements."""
 
 
 class CheckpointWeights(ExtentStore):
@@ -64,7 +79,7 @@ class CheckpointWeights(ExtentStore):
     A file that was written to, replaced or removed since ``versions`` were taken makes the reads of its weights fail.
 
     Args:
-        weights: Where each weight of the model lies, by name; or a tensor without elements.
+        weights: Where each weight of the model lies, by name.
         versions: Version of each file, taken before its header was read: see :func:`file_version`.
         model: The model that the weights are for. It may be on the meta device. Floating-point weights of other dtypes are
             converted to the model's as they are read.
@@ -80,7 +95,7 @@ class CheckpointWeights(ExtentStore):
 
     def __init__(
         self,
-        weights: Mapping[str, torch.Tensor | Location],
+        weights: Mapping[str, Place],
         versions: Mapping[str, Version],
         model: nn.Module,
         device: torch.device | str | None = None,
@@ -94,15 +109,15 @@ class CheckpointWeights(ExtentStore):
         self._engine = engine_for({os.path.dirname(path) or "." for path in versions}, aio_config, IN_FLIGHT_BYTES)
         try:
             self._files = OpenFiles(self._engine)
-            source = Weights(weights, self._files)
-            structure, names = structure_for(source, model, None)
+            found = {name: _info_of(weight) for name, weight in weights.items()}
+            structure, names = structure_for(found, find_ties(weights, _identity), model)
             alignment = _DEVICE_ALIGNMENT if torch.device(device or "cpu").type == "cuda" else 1
-            infos = _wanted(source, model, names)
+            infos = _wanted(found, model, names)
             sizes = {path: version[_SIZE] for path, version in versions.items()}
             extents, self._runs = {}, {}
             for each in structure.extents():
-                found = {name: (weights[names[name]], infos[name]) for name in each.weights}
-                extents[each.name], self._runs[each.name] = lay_out(each.name, found, sizes, alignment)
+                inside = {name: (weights[names[name]], infos[name]) for name in each.weights}
+                extents[each.name], self._runs[each.name] = lay_out(each.name, inside, sizes, alignment)
         except BaseException:
             self._engine.close()
             raise
@@ -217,7 +232,7 @@ _SIZE = 2
 """Index of a file's size in its :data:`Version`."""
 
 
-def _check_located(weights: Mapping[str, torch.Tensor | Location], versions: Mapping[str, Version]) -> None:
+def _check_located(weights: Mapping[str, Place], versions: Mapping[str, Version]) -> None:
     """Check that each weight with elements lies in a file whose version is known.
 
     Raises:
@@ -225,20 +240,34 @@ def _check_located(weights: Mapping[str, torch.Tensor | Location], versions: Map
         CorruptCheckpoint: If the version of a weight's file is not known.
     """
     for name, weight in weights.items():
-        if isinstance(weight, Location):
-            if weight.path not in versions:
-                raise CorruptCheckpoint(weight.path, "the checkpoint was changed while it was opened: load the model again")
-        elif weight.numel():
-            raise TypeError(f"weight {name!r} lies in no file as it is in memory, so it cannot be streamed: build a WeightStore")
+        if isinstance(weight, torch.Tensor):
+            check_storable(name, weight)
+            if weight.numel():
+                text = f"weight {name!r} lies in no file as it is in memory, so it cannot be streamed: build a WeightStore"
+                raise TypeError(text)
+            continue
+        for path in [weight.path] if isinstance(weight, Location) else [piece.path for piece in weight.pieces]:
+            if path not in versions:
+                raise CorruptCheckpoint(path, "the checkpoint was changed while it was opened: load the model again")
 
 
-def _wanted(source: Weights, model: nn.Module, names: Mapping[str, str]) -> dict[str, WeightInfo]:
+def _info_of(weight: Place) -> WeightInfo:
+    """Return the dtype and shape of a weight in its file."""
+    return WeightInfo.of(weight) if isinstance(weight, torch.Tensor) else weight.info
+
+
+def _identity(weight: Place) -> object:
+    """Return a key that is equal for tied weights: the place in files. None for a weight without elements."""
+    return None if isinstance(weight, torch.Tensor) or not weight.info.nbytes else weight
+
+
+def _wanted(found: Mapping[str, WeightInfo], model: nn.Module, names: Mapping[str, str]) -> dict[str, WeightInfo]:
     """Return the dtype and shape that the model wants of each weight, by the weight's first name.
 
     Args:
-        source: The weights.
+        found: Dtype and shape of the weights in the files.
         model: The model.
-        names: The source's name of each weight.
+        names: The name in ``found`` of each weight.
 
     Raises:
         WeightMismatch: If dtypes differ that are not both of floating point.
@@ -246,10 +275,9 @@ def _wanted(source: Weights, model: nn.Module, names: Mapping[str, str]) -> dict
     infos, _ = described(model)
     wanted = {name: infos[name] for name in names}
     wrong = [
-        f"dtype: {name!r} should be {info}, found {source.info(names[name])}"
+        f"dtype: {name!r} should be {info}, found {found[names[name]]}"
         for name, info in wanted.items()
-        if info.dtype != (found := source.info(names[name]).dtype)
-        and not (info.dtype.is_floating_point and found.is_floating_point)
+        if info.dtype != (dtype := found[names[name]].dtype) and not (info.dtype.is_floating_point and dtype.is_floating_point)
     ]
     if wrong:
         raise WeightMismatch(f"these are not the weights of {type(model).__name__}", wrong)
@@ -257,9 +285,9 @@ def _wanted(source: Weights, model: nn.Module, names: Mapping[str, str]) -> dict
 
 
 def lay_out(
-    name: str, weights: Mapping[str, tuple[torch.Tensor | Location, WeightInfo]], sizes: Mapping[str, int], alignment: int = 1
+    name: str, weights: Mapping[str, tuple[Place, WeightInfo]], sizes: Mapping[str, int], alignment: int = 1
 ) -> tuple[Extent, tuple[Run, ...]]:
-    """Return an extent of weights in files, and the runs to read for it.
+    """Return an extent of weights in files, and the runs to read for it. Merged weights come last.
 
     Args:
         name: Name of the extent.
@@ -281,14 +309,22 @@ def lay_out(
             runs.append(run)
         offset = run.place + begin - run.offset
         placed.append(_placed(weight, located[weight], weights[weight][1], offset, alignment))
-    end = padded(placed[-1].end, ALIGNMENT) if placed else 0
-    placed += [Weight(weight, info, end) for weight, (_, info) in weights.items() if weight not in located]
+    end = padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
+    for weight, (each, info) in weights.items():
+        if weight in located:
+            continue
+        if isinstance(each, MergedWeight):
+            runs += [piece._replace(place=end + piece.place) for piece in each.pieces]
+        placed.append(_placed(weight, each, info, end, alignment))
+        end = padded(placed[-1].end, PAGE)
     return Extent(name, tuple(placed)), tuple(runs)
 
 
-def _placed(name: str, location: Location, info: WeightInfo, offset: int, alignment: int) -> Weight:
+def _placed(name: str, weight: Place, info: WeightInfo, offset: int, alignment: int) -> Weight:
     """Return a weight at ``offset`` of its extent, to be copied if it does not lie there as the model wants it."""
-    found = location.elements or Elements(0, *location.info, contiguous_strides(location.info.shape))
+    there = _info_of(weight)
+    elements = weight.elements if isinstance(weight, Location) else None
+    found = elements or Elements(0, *there, contiguous_strides(there.shape))
     ready = found.dtype == info.dtype and found.contiguous and not offset % max(info.dtype.itemsize, alignment)
     return Weight(name, info, offset, elements=None if ready else found)
 

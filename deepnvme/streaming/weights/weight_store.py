@@ -150,7 +150,8 @@ class WeightStore(ExtentStore):
         with engine_for(places, aio_config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
-            structure, names = structure_for(source, tree, blocks)
+            infos = {name: source.info(name) for name in source.names()}
+            structure, names = structure_for(infos, source.ties(), tree, blocks)
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
