@@ -19,6 +19,7 @@ from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.integrations import accelerate as integration
 from deepnvme.streaming import WeightMismatch, from_pretrained
 
+from ..support.engines import failing
 from . import models
 
 KINDS = list(models.KINDS)
@@ -181,6 +182,18 @@ def test_two_models_on_one_folder_generate_in_threads(drive: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for found in threads.map(generate, streamed):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_read_that_fails_in_the_midst_of_generate_is_told_of_and_the_next_call_works(kind: str, drive: Path) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", prefetch=0)
+    for first in (1, 20):
+        with failing("read", first) as broken, pytest.raises(OSError, match=r"read of \d+ bytes at offset \d+"):
+            models.tokens(model)
+        assert broken.failed == 1
+        assert torch.equal(models.tokens(model), models.tokens(known))
+    model.streaming.close()
 
 
 def test_a_checkpoint_that_is_replaced_during_generate_is_named(drive: Path) -> None:
