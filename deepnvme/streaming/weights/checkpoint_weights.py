@@ -14,6 +14,7 @@ them on the way, since they begin at other places of a page in memory than in th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,10 @@ class CheckpointWeights(ExtentStore):
         Raises:
             Exception: Any error of the constructor and of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
         """
-        versions = {path: file_version(path) for path in files_of(checkpoint) if os.path.exists(path)}
+        versions: dict[str, Version] = {}
+        for path in files_of(checkpoint):
+            with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
+                versions[path] = file_version(path)
         return cls(weights_in(checkpoint), versions, model, device, aio_config)
 
     @property
