@@ -19,7 +19,7 @@ from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
 from .replaced_forward import ReplacedForward
 from .stream_report import StreamReport
-from .weights.weight_store import WeightStore
+from .weights.extent_store import ExtentStore
 
 
 class StreamedForwards:
@@ -34,7 +34,7 @@ class StreamedForwards:
         weights: Assigns weights to the modules.
     """
 
-    def __init__(self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights) -> None:
+    def __init__(self, store: ExtentStore, cache: ExtentCache, weights: ModuleWeights) -> None:
         self._store, self._cache, self._weights = store, cache, weights
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self.lock = threading.Lock()
