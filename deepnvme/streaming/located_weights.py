@@ -7,7 +7,7 @@ model's class gets a subclass whose method that loads weights notes the files an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,7 @@ def locate_weights(
         """Take the place of ``_load_pretrained_model``: locate the weights, and load none."""
         versions.update((file, file_version(file)) for file in files or ())
         found = {weight: each for file in files or () for weight, each in weights_in(file).items()}
-        named, unexpected = _renamed(model, found, load_config.weight_mapping or ())
+        named, unexpected = renamed(model, found, load_config.weight_mapping or ())
         _check_none_missing(model, named)
         weights.update(named)
         return _loading_info(model.state_dict().keys() - named.keys(), unexpected), None
@@ -65,8 +65,11 @@ def locate_weights(
     return model, weights, versions
 
 
-def _renamed(
-    model: Any, found: Mapping[str, torch.Tensor | Location], transforms: Sequence[Any]
+def renamed(
+    model: Any,
+    found: Mapping[str, torch.Tensor | Location],
+    transforms: Sequence[Any],
+    only: Container[str] | None = None,
 ) -> tuple[dict[str, Place], set[str]]:
     """Return the weights by their names in the model, and the names in the files that the model has no weight for.
 
@@ -74,6 +77,7 @@ def _renamed(
         model: The model.
         found: The weights by their names in the files.
         transforms: transformers' renamings and converters for this model.
+        only: Names in the model; others are left out. None for all.
 
     Raises:
         ValueError: If a converter would rearrange weights.
@@ -93,6 +97,8 @@ def _renamed(
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
             unexpected.add(name)
+        elif only is not None and name not in only:
+            continue
         elif pattern is not None:
             parts.setdefault(name, {}).setdefault(pattern, []).append((key, found[key]))
         else:

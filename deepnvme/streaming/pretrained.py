@@ -30,6 +30,8 @@ from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
 
+from .experts.expert_layers import expert_weights
+from .experts.offloaded_experts import offload_experts
 from .located_weights import locate_weights, with_dtypes_kept
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
@@ -76,6 +78,7 @@ def from_pretrained(
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
     kv_offload: Literal["nvme"] | None = None,
+    experts: Literal["on-demand", "streamed"] | None = None,
     model_class: Any = None,
     progress: ProgressOption = None,
     aio_config: AioConfig | None = None,
@@ -100,6 +103,9 @@ def from_pretrained(
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
         kv_offload: Where ``generate`` keeps the KV cache: "nvme" for the first of the directories of ``path``, None for the
             device on which the model computes.
+        experts: For a mixture without ``path``: "on-demand" reads the experts that the router has chosen, as
+            :func:`offload_experts` does; "streamed" reads all experts with their layer. None reads them on demand if the
+            model's weights are more than ``memory_budget``. Other weights come first in the budget, experts get what is left.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
         aio_config: Settings of the engine that reads the weights, builds a store, and serves a KV cache on the drive; None for
@@ -108,7 +114,7 @@ def from_pretrained(
 
     Returns:
         The model. Its attribute ``streaming`` is the :class:`Streaming`: ``streaming.report()`` gives the counters, and
-        ``streaming.close()`` ends the stream and closes the store.
+        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand.
 
     Raises:
         FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
@@ -126,6 +132,8 @@ def from_pretrained(
     if path is None and (quantize or kv_offload):
         what = "quantize" if quantize else "kv_offload"
         raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
+    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
+        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
     for option in _REFUSED:
         if option in options:
             raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
@@ -137,7 +145,8 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     if path is None:
-        return _streamed_in_place(_concrete(kind, config, options), name, options, prefetch, memory_budget, device, aio_config)
+        kind = _concrete(kind, config, options)
+        return _streamed_in_place(kind, name, options, prefetch, memory_budget, device, experts, aio_config)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
@@ -314,21 +323,35 @@ def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -
 
 def _streamed_in_place(
     kind: Any, name: str, options: Mapping[str, Any], prefetch: int, memory_budget: MemoryBudget,
-    device: torch.device | str | None, aio_config: AioConfig | None,
+    device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
     model, weights, versions = locate_weights(kind, name, options)
-    store = CheckpointWeights(weights, versions, model, device, aio_config)
-    try:
-        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True)
+    on_demand = set() if experts == "streamed" else expert_weights(model)
+    budget = budget_bytes(memory_budget, "memory_budget")
+    others = {weight: place for weight, place in weights.items() if weight not in on_demand}
+    if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
+        on_demand, others = set(), weights
+    with contextlib.ExitStack() as undo:
+        offloaded = None
+        if on_demand or experts == "on-demand":
+            first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
+            how: dict[str, Any] = {"device": device, "aio_config": aio_config}
+            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
+            memory_budget = first
+        store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
+        undo.callback(_end_stream_of, model)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
-    except BaseException:
-        with contextlib.closing(store):
-            streamed = streaming_of(model)
-            if streamed is not None:  # interrupted after the stream was made
-                streamed.close()
-        raise
+        undo.pop_all()
     return model
+
+
+def _end_stream_of(model: Any) -> None:
+    """End the stream of a model, if an interrupt came after the stream was made."""
+    streamed = streaming_of(model)
+    if streamed is not None:
+        streamed.close()
 
 
 def _made_on_meta(kind: Any, config: PretrainedConfig, options: Mapping[str, Any], dtype: Any) -> Any:

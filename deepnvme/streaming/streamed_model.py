@@ -18,6 +18,7 @@ from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 
+from .experts.offloaded_experts import OffloadedExperts
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
@@ -119,6 +120,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
     The arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the
     model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
+    ``experts``: the model's experts, if they are read on demand; :meth:`close` ends that too.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         device: torch.device | str | None,
         owns_store: bool = False,
         least_budget: int = 0,
+        experts: OffloadedExperts | None = None,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
         budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
@@ -138,6 +141,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         check_not_streamed(model)
         store.check(model)
         self._store = store
+        self.experts = experts
+        """The model's experts that are read on demand; None if there are none."""
         self._model, self._process = type(model).__name__, os.getpid()
         self._reader, slots_of = _on(device, store, prefetch)
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != UNBLOCKED_EXTENT}
@@ -220,6 +225,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         with self._forwards.lock:
             if self._ended:
                 return
+            if self.experts is not None:
+                self.experts.close(restore)
             self._cache.expect(())
             memories = {name: self._read(name) for name in self._store.extents if restore and name != UNBLOCKED_EXTENT}
             self._cache.drain()

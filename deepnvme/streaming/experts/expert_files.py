@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.weight_locations import Location, part_of, weights_in
+from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.model.structure import weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+from deepnvme.streaming.located_weights import renamed
+from deepnvme.streaming.weights.checkpoint_weights import MergedWeight, Place
 
-Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, torch.Tensor | Location]
-"""Path of a checkpoint, as for :func:`weights_in`, or the place of each of its weights by name."""
+Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, Place]
+"""Path of a checkpoint, as for :func:`weights_in`, or the places of weights by their names in the model."""
 
 
 class FileRange(NamedTuple):
@@ -83,123 +86,80 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
 
     Raises:
         WeightMismatch: If the checkpoint lacks a weight, or has it in another shape.
-        ValueError: If transformers converts a weight by more than stacking and concatenating, or if a tensor is not one range of
-            bytes in a file.
+        ValueError: If transformers rearranges a weight while loading it, or if a weight is quantised, or its tensors in the files
+            are not ranges of bytes.
         CorruptCheckpoint: If a part ends past the end of its file.
         Exception: Any error of :func:`weights_in`.
     """
-    own = {name: weight for name, weight in weights_by_name(model).items() if name in weights}
-    found = checkpoint if isinstance(checkpoint, Mapping) else weights_in(checkpoint)
-    origins = origins_of(model, found)
+    places = checkpoint if isinstance(checkpoint, Mapping) else _places(model, checkpoint, weights)
+    own = weights_by_name(model)
+    differences = []
     slices: dict[str, list[ExpertSlice]] = {}
-    differences: list[str] = []
-    for name, expert in weights.items():
-        if name not in origins:
-            differences.append(f"missing: {name!r}, {WeightInfo.of(own[name])}")
-            continue
-        parts = _parts(name, origins[name], expert is None, found)
-        slices[name] = [_slice(name, number if expert is None else expert, each) for number, each in enumerate(parts)]
-        count, *shape = own[name].shape if expert is None else (1, *own[name].shape)
-        if len(parts) != count:
-            differences.append(f"experts: {name!r} should have {count}, found {len(parts)}")
-        differences += [
-            f"shape: {each} should have {shape}, found {each.info}" for each in slices[name] if each.info.shape != tuple(shape)
-        ]
+    for name, number in weights.items():
+        wanted, place = WeightInfo.of(own[name]), places.get(name)
+        if place is None:
+            differences.append(f"missing: {name!r}, {wanted}")
+        elif tuple(wanted.shape) != (info := _info(name, place)).shape:
+            differences.append(f"shape: {name!r} should be {wanted}, found {info}")
+        else:
+            count, *shape = wanted.shape if number is None else (1, *wanted.shape)
+            part = WeightInfo(info.dtype, tuple(shape))
+            slices[name] = [
+                ExpertSlice(name, index if number is None else number, part, _cut(place, index * part.nbytes, part.nbytes))
+                for index in range(count)
+            ]
     if differences:
         raise WeightMismatch("the experts of the checkpoint are not those of the model", differences)
     _check_within_files(slices)
     return slices
 
 
-class Origin(NamedTuple):
-    """The tensors of a checkpoint that a weight of a model is made of."""
+def _places(model: nn.Module, checkpoint: str | os.PathLike[str], names: Container[str]) -> Mapping[str, Place]:
+    """Return where weights of a model lie in a checkpoint, by their names in the model: those in ``names`` and some others.
 
-    names: tuple[tuple[str, ...], ...]
-    """Names of the tensors, grouped by the pattern that they match in transformers' conversion. Within a group, in the order of
-    the experts."""
-    steps: tuple[tuple[str, int | None], ...] = ()
-    """The operations that transformers applies to the groups, each with its dimension. Empty for a tensor that is the weight."""
-
-
-def origins_of(model: nn.Module, names: Iterable[str]) -> dict[str, Origin]:
-    """Return which tensors of a checkpoint each weight of a model is made of, by the weight's name.
-
-    Names and conversions of a model of transformers are those with which transformers loads it. Other models have the names of
-    the checkpoint.
+    A model of transformers gets the names and conversions with which transformers loads it; others have the checkpoint's names.
     """
+    found = weights_in(checkpoint)
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return {name: Origin(((name,),)) for name in names}
+        return found
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-    own = weights_by_name(model)
-    collected: dict[str, dict[str | None, list[str]]] = {}
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if target not in own and name in own:
-            target, pattern = name, None
-        collected.setdefault(target, {}).setdefault(pattern, []).append(name)
-    origins: dict[str, Origin] = {}
-    for target, by_pattern in collected.items():
-        converter = converter_of.get(next(iter(by_pattern)) or "")
-        if converter is None:
-            origins[target] = Origin((tuple(by_pattern[None]),))
-        else:
-            groups = tuple(tuple(by_pattern.get(pattern, ())) for pattern in converter.source_patterns)
-            steps = tuple((type(each).__name__, getattr(each, "dim", None)) for each in converter.operations)
-            origins[target] = Origin(groups, steps)
-    return origins
+    places, _ = renamed(model, found, get_model_conversion_mapping(model), only=names)
+    return places
 
 
-def _parts(name: str, origin: Origin, packed: bool, found: Mapping[str, torch.Tensor | Location]) -> list[list[Location]]:
-    """Return for each expert the places of the tensors, or of the part of one, that form its weight when concatenated."""
-    places = [[_contiguous(each, found[each]) for each in names] for names in origin.names]
-    if origin.steps in _STACKED:
-        return [list(parts) for parts in zip(*places)]  # noqa: B905  # the caller compares the number of experts
-    if origin.steps:
-        steps = ", ".join(step for step, _ in origin.steps)
-        raise ValueError(f"transformers converts {name!r} while loading ({steps}), and experts are read as the files have them")
-    (whole,) = places[0]
-    if not packed:
-        return [[whole]]
-    count, *shape = whole.info.shape
-    cuts = [part_of(whole, [slice(expert, expert + 1)] + [slice(None)] * len(shape)) for expert in range(count)]
-    return [[_contiguous(name, cut)._replace(info=WeightInfo(whole.info.dtype, tuple(shape)))] for cut in cuts]
-
-
-_STACKED = ((("MergeModulelist", 0),), (("MergeModulelist", 0), ("Concatenate", 1)))
-"""Conversions of transformers that leave the bytes of each expert's tensors as they are."""
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of tensors that are weights by themselves. Others, such as float8, have scales."""
 
 
-def _contiguous(name: str, place: torch.Tensor | Location) -> Location:
-    """Return the place of a tensor. Raises ValueError unless it is one range of bytes in a file, of floating-point values."""
-    if not isinstance(place, Location) or place.elements is not None or not (place.info.nbytes and place.info.shape):
+def _info(name: str, place: Place) -> WeightInfo:
+    """Return dtype and shape of a weight. Raises ValueError unless it is ranges of bytes in files, of floating-point values."""
+    merged = isinstance(place, MergedWeight)
+    if isinstance(place, torch.Tensor) or not place.info.nbytes or not (merged or place.elements is None):
         raise ValueError(f"{name!r} is not one range of bytes in a file, as an expert's weight has to be: save it contiguously")
     if place.info.dtype not in _DTYPES:
-        raise ValueError(f"{name!r} is {place.info} in '{place.path}': quantised experts are not read on demand")
-    return place
+        raise ValueError(f"{name!r} is {place.info} in the checkpoint: quantised experts are not read on demand")
+    return place.info
 
 
-def _slice(name: str, expert: int, parts: Sequence[Location]) -> ExpertSlice:
-    """Return an expert's part of a weight: ``parts`` concatenated. Its shape is () if they do not fit together."""
+def _cut(place: Place, begin: int, nbytes: int) -> tuple[FileRange, ...]:
+    """Return the ranges of ``nbytes`` bytes of a weight, from its byte ``begin`` on. Neighbours in a file become one range."""
+    if isinstance(place, Location):
+        return (FileRange(place.path, place.offset + begin, nbytes),)
+    assert isinstance(place, MergedWeight)
     ranges: list[FileRange] = []
-    for part in parts:
+    first = bisect.bisect_right(place.pieces, begin, key=lambda piece: piece.place) - 1
+    for path, offset, size, at in itertools.islice(place.pieces, first, None):
+        low, high = max(at, begin), min(at + size, begin + nbytes)
+        if low >= high:
+            break
         last = ranges[-1] if ranges else None
-        if last is not None and (last.path, last.offset + last.nbytes) == (part.path, part.offset):
-            ranges[-1] = last._replace(nbytes=last.nbytes + part.info.nbytes)
+        if last is not None and (last.path, last.offset + last.nbytes) == (path, offset + low - at):
+            ranges[-1] = last._replace(nbytes=last.nbytes + high - low)
         else:
-            ranges.append(FileRange(part.path, part.offset, part.info.nbytes))
-    dtype, first = parts[0].info
-    fit = all(part.info.dtype == dtype and part.info.shape[1:] == first[1:] for part in parts)
-    shape = (sum(part.info.shape[0] for part in parts), *first[1:]) if fit else ()
-    return ExpertSlice(name, expert, WeightInfo(dtype, shape), tuple(ranges))
+            ranges.append(FileRange(path, offset + low - at, high - low))
+    return tuple(ranges)
 
 
 def _check_within_files(slices: Mapping[str, Sequence[ExpertSlice]]) -> None:

@@ -117,6 +117,14 @@ def expert_layers(model: nn.Module, patterns: Sequence[str] | None) -> list[Expe
     return layers
 
 
+def expert_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of experts that can be read on demand; none if the model is no mixture."""
+    try:
+        return {name for layer in expert_layers(model, None) for name in layer.weights}
+    except ValueError:
+        return set()
+
+
 def _matches(name: str, pattern: str) -> bool:
     parts = name.split(".")
     return len(parts) == pattern.count(".") + 1 and all(map(fnmatchcase, parts, pattern.split(".")))

@@ -16,7 +16,7 @@ from torch import nn
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import padded
-from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.host import trim_heap
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.streaming.placeholder import Placeholder
@@ -63,9 +63,10 @@ def offload_experts(
 
     Args:
         model: A module on the CPU, a CUDA device or the meta device. The weights of its experts are released.
-        checkpoint: Path of the checkpoint of this model, as for :meth:`WeightStore.build`; or a mapping of the names in the
-            checkpoint to places in files. The files must not change until :meth:`OffloadedExperts.close`.
-        memory_budget: Most bytes of experts in memory, or "8GB", "50%", "auto", see :data:`deepnvme.memory.MemoryBudget`.
+        checkpoint: Path of the checkpoint of this model, as for :meth:`WeightStore.build`; or a mapping of the names in the model
+            to places in files. The files must not change until :meth:`OffloadedExperts.close`.
+        memory_budget: Most bytes of experts in memory, or "8GB", "50%", "auto", see :data:`deepnvme.memory.MemoryBudget`. With
+            less than that, there is still memory for two parts of experts: one that is used and one that is read.
         modules: Names of the modules that have experts, or patterns such as "model.layers.*.mlp.experts", in which ``*`` stands
             for one part of a name. A module with parameters of 3 dimensions has packed experts: it indexes them by number. Any
             other module is one expert. None: all modules that transformers calls experts, and children of lists named "experts".
@@ -76,8 +77,8 @@ def offload_experts(
         A context manager that ends the offload, see :meth:`OffloadedExperts.close`.
 
     Raises:
-        ValueError: If the model has no such modules, or ``memory_budget`` is too small for two parts of an expert; or if the
-            checkpoint has the experts in a form that has to be converted, such as quantised.
+        ValueError: If the model has no such modules; or if the checkpoint has the experts in a form that has to be converted,
+            such as quantised.
         WeightMismatch: If the checkpoint lacks experts of the model, or has them in another shape.
         CorruptCheckpoint: If a file is damaged, or ends before an expert does.
         RuntimeError: If the model's experts are offloaded or streamed already.
@@ -111,10 +112,6 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
         largest, total = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks)
-        if budget < 2 * largest and not is_automatic(memory_budget):
-            raise ValueError(
-                f"memory_budget must hold two parts of experts, which have up to {largest} bytes (all have {total}); got {budget}"
-            )
         self._budget = min(max(budget, 2 * largest), total)
         paths = {each.path for block in blocks for each in block.part.ranges}
         self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)

@@ -107,7 +107,7 @@ def world(request: pytest.FixtureRequest, drive: Path) -> World:
     return World(request.param, drive)
 
 
-@pytest.mark.parametrize("budget", [2 * PART, 5 * PART, 1 << 30])
+@pytest.mark.parametrize("budget", [0, 2 * PART, 5 * PART, 1 << 30])
 def test_results_are_those_of_the_model_in_memory(world: World, budget: int) -> None:
     with world.offload(budget):
         for seed in range(8):
@@ -272,7 +272,7 @@ def test_an_expert_past_the_end_of_the_file_is_named_before_anything_is_read(pac
 def test_a_checkpoint_of_another_model_is_refused(packed: World) -> None:
     packed.offloaded.mixtures[1].up = nn.Parameter(torch.randn(EXPERTS + 1, WIDTH, WIDTH))
     packed.offloaded.mixtures[2].down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH + 1))
-    with pytest.raises(WeightMismatch, match=r"mixtures\.1\.up' should have 9, found 8(.|\n)*expert 0 of 'mixtures\.2' \(down\)"):
+    with pytest.raises(WeightMismatch, match=r"mixtures\.1\.up' should be .*\[9, (.|\n)*mixtures\.2\.down'"):
         packed.offload()
 
 
@@ -280,11 +280,6 @@ def test_quantised_experts_are_refused(packed: World, drive: Path) -> None:
     save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in packed.memory.state_dict().items()}, packed.path)
     with pytest.raises(ValueError, match=r"float8_e4m3fn.*quantised"):
         packed.offload()
-
-
-def test_a_budget_for_less_than_two_parts_is_refused(packed: World) -> None:
-    with pytest.raises(ValueError, match=rf"up to {PART} bytes.*got {2 * PART - 1}"):
-        packed.offload(2 * PART - 1)
 
 
 @pytest.mark.parametrize("patterns", [None, ["mixtures.*", "layers.*"]])
