@@ -67,7 +67,7 @@ def test_groups_of_rows_and_experts_without_rows_are_not_read(
 
 def test_an_expert_that_does_not_exist_is_refused(experts: Experts) -> None:
     for number in (EXPERTS, -EXPERTS - 1):
-        with pytest.raises(IndexError, match="out of (range|bounds)"):
+        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             experts.unread[number]
     with pytest.raises(IndexError):
         experts.unread[torch.tensor([0, EXPERTS])]
