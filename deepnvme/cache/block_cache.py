@@ -98,8 +98,6 @@ class BlockCache(Monitor):
         busy_bytes: Bytes in transfer that keep the drive busy. Beyond them, only transfers that a caller waits for are
             started.
         helper: Name of a thread that starts the next transfers while the caller computes; None for no such thread.
-        worth: Returns how useful it is to keep a block whose next use is unknown. Of these blocks, the one with the least worth
-            is dropped first; the one used longest ago, among equal ones or without this function.
     """
 
     def __init__(
@@ -111,7 +109,6 @@ class BlockCache(Monitor):
         read_again: bool = True,
         busy_bytes: int = sys.maxsize,
         helper: str | None = None,
-        worth: Callable[[Block], float] | None = None,
     ) -> None:
         super().__init__(helper)
         self.memory = memory
@@ -125,7 +122,6 @@ class BlockCache(Monitor):
         self._retain = retain
         self._read_again = read_again
         self._busy_bytes = busy_bytes
-        self._worth = worth
         self._held: dict[Block, bool] = {}  # blocks that have memory, in the order they got or used it -> whether it counts
         self._transfers: dict[Block, _UnderWay] = {}
         self._expected: dict[Block, int] = {}  # block -> its place among the expected uses
@@ -550,19 +546,26 @@ class BlockCache(Monitor):
 
         Never drops residents. Returns whether a block was dropped.
         """
-        last, furthest, least = None, -1 if beyond is None else beyond, 0.0
-        for block in self._held:
-            if block.state is State.CLEAN and not block.resident and self._is_idle(block):
-                distance = self._distance(block)
-                worth = 0.0 if self._worth is None or distance < sys.maxsize else self._worth(block)
-                if distance > furthest or (last is not None and distance == furthest and worth < least):
-                    last, furthest, least = block, distance, worth
-                    if distance == sys.maxsize and self._worth is None:
-                        break  # none is further away; there may be thousands to look at
+        last = self._furthest(-1 if beyond is None else beyond)
         if last is None:
             return False
         self._drop(last)
         return True
+
+    def _furthest(self, beyond: int) -> Block | None:
+        """Return the idle clean block whose next use is furthest away, if that is further than ``beyond``. Never a resident.
+
+        Of blocks without expected use, the one used longest ago; a subclass may choose another one.
+        """
+        last, furthest = None, beyond
+        for block in self._held:
+            if block.state is State.CLEAN and not block.resident and self._is_idle(block):
+                distance = self._distance(block)
+                if distance > furthest:
+                    last, furthest = block, distance
+                    if distance == sys.maxsize:  # none is further away; there may be thousands to look at
+                        break
+        return last
 
     def _least_needed(self) -> Block | None:
         """Return the idle block whose next use is furthest away, or None if no block is idle.
@@ -630,7 +633,7 @@ class BlockCache(Monitor):
         """Return how far away a block's next use is: its place among the expected uses.
 
         Without an expected use it is ``sys.maxsize``. Blocks with the largest distance are dropped first; among equal ones,
-        the one with the least worth, or the one used longest ago.
+        the one used longest ago.
         """
         return self._expected.get(block, sys.maxsize)
 

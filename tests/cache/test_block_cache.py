@@ -249,17 +249,6 @@ def test_what_was_written_stays_until_its_memory_is_needed_and_the_block_used_lo
     assert [blocks[name].in_memory for name in "abd"] == [True, False, True]
 
 
-def test_of_blocks_that_nobody_expects_the_one_worth_least_goes_first(drive: SlowDrive) -> None:
-    worth = {"a": 2.0, "b": 1.0, "d": 3.0}
-    cache = cache_of(drive, 4 * PAGE, worth=lambda block: worth[block.name])
-    blocks = blocks_of(drive)
-    for name in ("d", "b", "a"):
-        cache.acquire([blocks[name]])
-        cache.release([blocks[name]])
-    cache.acquire([blocks["c"]], [Use(blocks["b"], limit=0)])  # what is expected stays, whatever it is worth
-    assert [name for name in worth if blocks[name].in_memory] == ["b", "d"]
-
-
 def test_what_was_written_may_give_its_memory_back_at_once_also_if_it_is_expected(drive: SlowDrive) -> None:
     cache, blocks = cache_of(drive, limit=3 * PAGE, retain=False), blocks_of(drive)
     cache.create(blocks["a"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from deepnvme.cache.block import Block
+from deepnvme.cache.block import Block, State
 from deepnvme.cache.block_cache import BlockCache, Use
-from deepnvme.streaming.extent_memory import PinnedSlots
+from deepnvme.cache.block_memory import PooledMemory
+from deepnvme.memory.pool import BufferPool
 
 from .expert_reader import ExpertBlock, ExpertReader, explain
 
@@ -17,6 +20,11 @@ HALF_LIFE = 64
 """Tokens after which a use counts half. benchmarks/expert_residents.py compares policies: the hit rate of this one is within 1.5
 points of the best fixed choice of experts while a text keeps its topic, and 2 to 12 points above it where topics change. LRU has
 up to 40 points less, S3-FIFO up to 8."""
+
+
+_BUSY_BYTES = 16 << 20
+"""Bytes in transfer that keep a drive busy. Experts read ahead take the memory of others: in a simulation with three tenths of the
+experts in memory, reading all chosen experts of a layer ahead cost 2 points of the hit rate, and this limit 1."""
 
 
 class ExpertCache:
@@ -30,7 +38,8 @@ class ExpertCache:
     """
 
     def __init__(self, reader: ExpertReader, nbytes: int) -> None:
-        self._cache = BlockCache(reader, PinnedSlots(nbytes), worth=_worth)
+        memory = PooledMemory(BufferPool(nbytes), nbytes, _shortage)
+        self._cache = _CacheByWorth(reader, memory, busy_bytes=_BUSY_BYTES)
         self._used: ExpertBlock | None = None
 
     @property
@@ -84,6 +93,47 @@ def note_uses(blocks: Mapping[ExpertBlock, float], now: int) -> None:
         block.worth = more + math.log2(1 + 2 ** (less - more))
 
 
-def _worth(block: Block) -> float:
-    assert isinstance(block, ExpertBlock)
-    return block.worth
+def _shortage(held: int, block: Block) -> str:
+    return f"no memory to read {block.name!r} into: views of experts' weights, such as a graph's for its backward, keep the rest"
+
+
+class _CacheByWorth(BlockCache):
+    """Drops, of the blocks that nobody expects, the one with the least worth."""
+
+    def __init__(self, reader: ExpertReader, memory: PooledMemory, busy_bytes: int) -> None:
+        super().__init__(reader, memory, busy_bytes=busy_bytes)
+        self._candidates: list[tuple[float, int, ExpertBlock]] = []  # a heap; a worth in it is at most that of the block by now
+        self._queued: set[Block] = set()  # the blocks in the heap
+        self._count = itertools.count()
+
+    def release(self, blocks: Iterable[Block], *, changed: bool = False, write: bool = True) -> None:
+        """End a use of each block, which can be dropped from now on."""
+        released = list(blocks)
+        super().release(released, changed=changed, write=write)
+        for block in released:
+            self._queue(block)
+
+    def _furthest(self, beyond: int) -> Block | None:
+        for _ in range(2):
+            while self._candidates:
+                worth, _, block = heapq.heappop(self._candidates)
+                self._queued.discard(block)
+                if not self._droppable(block):
+                    continue
+                if block.worth <= worth:
+                    return block
+                self._queue(block)
+            for other in filter(self._droppable, self._held):  # those whose use was expected when they were looked at
+                self._queue(other)
+        return super()._furthest(beyond)
+
+    def _droppable(self, block: Block) -> bool:
+        """Return whether a block has memory, and nobody uses or expects it."""
+        return block.state is State.CLEAN and block not in self._expected and self._is_idle(block)
+
+    def _queue(self, block: Block) -> None:
+        """Add a block to the candidates, unless it is one already."""
+        assert isinstance(block, ExpertBlock)
+        if block not in self._queued:
+            self._queued.add(block)
+            heapq.heappush(self._candidates, (block.worth, next(self._count), block))
