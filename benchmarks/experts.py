@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model: Any = deepnvme.streaming.from_pretrained(folder, path=options.dir / "store", memory_budget=budget)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        model.requires_grad_(False)  # torch chooses kernels by that, and streamed weights need no gradients
         experts = deepnvme.streaming.offload_experts(model, folder, memory_budget=budget)
         drop_pages([path for path in options.dir.rglob("*") if path.is_file()])
     trace: list[tuple[int, int]] = []

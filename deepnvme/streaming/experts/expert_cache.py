@@ -23,8 +23,8 @@ up to 40 points less, S3-FIFO up to 8."""
 
 
 _BUSY_BYTES = 16 << 20
-"""Bytes in transfer that keep a drive busy. Experts read ahead take the memory of others: in a simulation with three tenths of the
-experts in memory, reading all chosen experts of a layer ahead cost 2 points of the hit rate, and this limit 1."""
+"""Bytes in transfer that keep a drive busy. Experts read ahead take the memory of others: in a simulation with three tenths of
+the experts in memory, reading all chosen experts of a layer ahead cost 2 points of the hit rate, and this limit 1."""
 
 
 class ExpertCache:
