@@ -135,8 +135,8 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def _info(name: str, place: Place) -> WeightInfo:
     """Return dtype and shape of a weight. Raises ValueError unless it is ranges of bytes in files, of floating-point values."""
-    merged = isinstance(place, MergedWeight)
-    if isinstance(place, torch.Tensor) or not place.info.nbytes or not (merged or place.elements is None):
+    spread = isinstance(place, Location) and place.elements is not None
+    if isinstance(place, torch.Tensor) or not place.info.nbytes or spread:
         raise ValueError(f"{name!r} is not one range of bytes in a file, as an expert's weight has to be: save it contiguously")
     if place.info.dtype not in _DTYPES:
         raise ValueError(f"{name!r} is {place.info} in the checkpoint: quantised experts are not read on demand")
