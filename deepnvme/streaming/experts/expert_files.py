@@ -21,6 +21,10 @@ Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, torch.Tensor | Loc
 """Path of a checkpoint, as for :func:`weights_in`, or the place of each of its weights by name."""
 
 
+_ALLOCATED = 64
+"""Bytes. torch allocates tensors on the CPU at multiples of this."""
+
+
 class FileRange(NamedTuple):
     """A range of bytes in a file."""
 
@@ -43,6 +47,8 @@ class ExpertSlice(NamedTuple):
     """Dtype and shape of the part in the files."""
     ranges: tuple[FileRange, ...]
     """The ranges. Neighbours in a file are one range."""
+    merged: bool = False
+    """Whether transformers makes the weight of several tensors, in memory of its own, while it loads it."""
 
     @property
     def start(self) -> int:
@@ -58,9 +64,18 @@ class ExpertSlice(NamedTuple):
         """Bytes of memory, beginning at a page, that the part is read into."""
         return padded(self.start + self.info.nbytes)
 
+    @property
+    def place(self) -> int:
+        """Offset of the first byte in the memory when the part is used.
+
+        torch's kernels give other last bits for other alignments. In memory, a weight is a view of the mapped file, which has
+        the alignment of the file, or a tensor that transformers has merged, which is aligned as torch allocates memory.
+        """
+        return self.start // _ALLOCATED * _ALLOCATED if self.merged else self.start
+
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the part as a view of the memory that it was read into."""
-        return memory[self.start : self.start + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
+        """Return the part as a view of its memory, at :attr:`place`."""
+        return memory[self.place : self.place + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
 
     def __str__(self) -> str:
         layer, _, weight = self.weight.rpartition(".")
@@ -98,7 +113,10 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
             differences.append(f"missing: {name!r}, {WeightInfo.of(own[name])}")
             continue
         parts = _parts(name, origins[name], expert is None, found)
-        slices[name] = [_slice(name, number if expert is None else expert, each) for number, each in enumerate(parts)]
+        slices[name] = [
+            _slice(name, number if expert is None else expert, each, bool(origins[name].steps))
+            for number, each in enumerate(parts)
+        ]
         count, *shape = own[name].shape if expert is None else (1, *own[name].shape)
         if len(parts) != count:
             differences.append(f"experts: {name!r} should have {count}, found {len(parts)}")
@@ -187,7 +205,7 @@ def _contiguous(name: str, place: torch.Tensor | Location) -> Location:
     return place
 
 
-def _slice(name: str, expert: int, parts: Sequence[Location]) -> ExpertSlice:
+def _slice(name: str, expert: int, parts: Sequence[Location], merged: bool) -> ExpertSlice:
     """Return an expert's part of a weight: ``parts`` concatenated. Its shape is () if they do not fit together."""
     ranges: list[FileRange] = []
     for part in parts:
@@ -199,7 +217,7 @@ def _slice(name: str, expert: int, parts: Sequence[Location]) -> ExpertSlice:
     dtype, first = parts[0].info
     fit = all(part.info.dtype == dtype and part.info.shape[1:] == first[1:] for part in parts)
     shape = (sum(part.info.shape[0] for part in parts), *first[1:]) if fit else ()
-    return ExpertSlice(name, expert, WeightInfo(dtype, shape), tuple(ranges))
+    return ExpertSlice(name, expert, WeightInfo(dtype, shape), tuple(ranges), merged)
 
 
 def _check_within_files(slices: Mapping[str, Sequence[ExpertSlice]]) -> None:
