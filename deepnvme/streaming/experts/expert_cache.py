@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 import math
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, State
 from deepnvme.cache.block_cache import BlockCache, Use
 from deepnvme.cache.block_memory import PooledMemory
@@ -64,7 +66,13 @@ class ExpertCache:
             self._cache.acquire([block])
         except OSError as error:
             raise explain(error, block.part) from error
-        return block.part.view(block.memory.buffer)
+        memory = block.memory.buffer
+        if not block.moved:
+            address = memory.data_ptr()
+            with defer_interrupts():  # a second move would shift the bytes again
+                ctypes.memmove(address + block.part.place, address + block.part.start, block.part.info.nbytes)
+                block.moved = True
+        return block.part.view(memory)
 
     def end_use(self) -> None:
         """End the use of the weight that :meth:`weight` has returned last, also after an interrupt. Never blocks."""

@@ -24,6 +24,10 @@ Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, Place]
 """Path of a checkpoint, as for :func:`weights_in`, or the places of weights by their names in the model."""
 
 
+_ALLOCATED = 64
+"""Bytes. torch allocates tensors on the CPU at multiples of this."""
+
+
 class FileRange(NamedTuple):
     """A range of bytes in a file."""
 
@@ -46,6 +50,8 @@ class ExpertSlice(NamedTuple):
     """Dtype and shape of the part in the files."""
     ranges: tuple[FileRange, ...]
     """The ranges. Neighbours in a file are one range."""
+    merged: bool = False
+    """Whether transformers makes the weight of several tensors, in memory of its own, while it loads it."""
 
     @property
     def start(self) -> int:
@@ -61,9 +67,18 @@ class ExpertSlice(NamedTuple):
         """Bytes of memory, beginning at a page, that the part is read into."""
         return padded(self.start + self.info.nbytes)
 
+    @property
+    def place(self) -> int:
+        """Offset of the first byte in the memory when the part is used.
+
+        torch's kernels give other last bits for other alignments. In memory, a weight is a view of the mapped file, which has
+        the alignment of the file, or a tensor that transformers has merged, which is aligned as torch allocates memory.
+        """
+        return self.start // _ALLOCATED * _ALLOCATED if self.merged else self.start
+
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the part as a view of the memory that it was read into."""
-        return memory[self.start : self.start + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
+        """Return the part as a view of its memory, at :attr:`place`."""
+        return memory[self.place : self.place + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
 
     def __str__(self) -> str:
         layer, _, weight = self.weight.rpartition(".")
@@ -103,10 +118,10 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
             differences.append(f"shape: {name!r} should be {wanted}, found {info}")
         else:
             count, *shape = wanted.shape if number is None else (1, *wanted.shape)
-            part = WeightInfo(info.dtype, tuple(shape))
+            part, merged = WeightInfo(info.dtype, tuple(shape)), isinstance(place, MergedWeight)
+            ranges = [_cut(place, index * part.nbytes, part.nbytes) for index in range(count)]
             slices[name] = [
-                ExpertSlice(name, index if number is None else number, part, _cut(place, index * part.nbytes, part.nbytes))
-                for index in range(count)
+                ExpertSlice(name, index if number is None else number, part, each, merged) for index, each in enumerate(ranges)
             ]
     if differences:
         raise WeightMismatch("the experts of the checkpoint are not those of the model", differences)

@@ -21,11 +21,13 @@ from .expert_files import ExpertSlice, FileRange
 class ExpertBlock(Block):
     """One expert's part of a weight, as a block of a :class:`deepnvme.cache.block_cache.BlockCache`."""
 
-    __slots__ = ("part", "worth")
+    __slots__ = ("moved", "part", "worth")
 
     def __init__(self, part: ExpertSlice) -> None:
         super().__init__(f"{part.weight}[{part.expert}]", part.memory_nbytes, stored=True)
         self.part = part
+        self.moved = False
+        """Whether the part lies where it is used. After a read it lies where a direct read put it."""
         self.worth = float("-inf")
         """Logarithm of how often and how recently tokens have chosen the expert: see :class:`ExpertCache`."""
 
@@ -58,6 +60,7 @@ class ExpertReader:
         """
         assert isinstance(block, ExpertBlock)
         part = block.part
+        block.moved = part.place == part.start
         for path in {each.path for each in part.ranges}:
             if file_version(path) != self._versions[path]:
                 raise CorruptCheckpoint(path, "the file was replaced or changed since the experts were offloaded")
