@@ -37,7 +37,7 @@ from deepnvme.tools.tune.figures import Spread
 from deepnvme.tools.tune.folder import check_memory, sync
 
 MIB = 1 << 20
-PARTS = ("forward", "generate", "identity", "memory", "build")
+PARTS = ("forward", "first", "generate", "identity", "memory", "build")
 PREFETCH = 2
 
 
@@ -122,6 +122,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
     measurements = Measurements()
     parts: dict[str, Callable[[Settings, Files, Measurements, Progress], None]] = {
         "forward": compare_forward,
+        "first": compare_first,
         "generate": compare_generate,
         "identity": compare_identity,
         "memory": compare_memory,
@@ -170,6 +171,7 @@ def contenders(
     starts: dict[str, Callable[[], WorkerProcess]] = {
         "in memory": lambda: start(files, "memory", files.checkpoint),
         "deepnvme": lambda: start(files, "deepnvme", files.store),
+        "deepnvme, in place": lambda: start(files, "in_place", files.checkpoint),
         "deepnvme, half resident": lambda: start(files, "deepnvme", files.store, half),
         "deepnvme, int8": lambda: start(files, "deepnvme", files.int8),
         "accelerate": lambda: start(files, "accelerate", files.offloaded),
@@ -205,7 +207,7 @@ def runs_of(
 
 def compare_forward(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
     """A forward pass of all contenders in turns, also against what the drive and the model in memory allow."""
-    names = ("in memory", "deepnvme", "accelerate", "deepnvme, half resident", "deepnvme, int8")
+    names = ("in memory", "deepnvme", "deepnvme, in place", "accelerate", "deepnvme, half resident", "deepnvme, int8")
     given = {"sequences": settings.sequences, "tokens": settings.tokens}
     with contextlib.ExitStack() as stack:
         running, absent = stack.enter_context(contenders(files, names, progress))
@@ -235,6 +237,7 @@ def compare_forward(settings: Settings, files: Files, measurements: Measurements
             of_bound,
             0.9,
         ),
+        (f"{what}, times as fast: in place / from the store", ("deepnvme, in place", "deepnvme"), times_as_fast, 0.97),
         (f"{what}, times as fast: deepnvme / accelerate's disk_offload", ("deepnvme", "accelerate"), times_as_fast, 2.2),
         (
             f"{what}, times as fast: half of the weights resident / none",
@@ -246,6 +249,39 @@ def compare_forward(settings: Settings, files: Files, measurements: Measurements
     )
     for text, who, figure, bound in rows:
         measurements.verdicts.append(judge(comparison, text, who, figure, "at least", bound))
+
+
+def compare_first(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
+    """The first token of a checkpoint that was never used before: in place, and with what has to be written first."""
+    target = files.directory / "first"
+
+    def begins(kind: str, written: bool) -> Callable[[], Counts]:
+        def turn() -> Counts:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            weights = target if written else files.checkpoint
+            with worker(files, kind, weights, str(files.checkpoint)) as process:
+                quieten(files.directory)
+                begun = time.perf_counter()
+                if kind == "deepnvme":
+                    build(files.checkpoint, target, {})
+                counts = process.call("first")
+                return {"seconds": time.perf_counter() - begun, **counts}
+
+        return turn
+
+    runs = {
+        "in place": begins("in_place", written=False),
+        "store": begins("deepnvme", written=True),
+        "accelerate": begins("accelerate", written=True),
+    }
+    comparison = measurements.comparisons["first"] = measure_interleaved("first", runs, settings.rounds, progress)
+    shutil.rmtree(target, ignore_errors=True)
+    for other, bound in (("store", 3.0), ("accelerate", 1.5)):
+        what = f"first token of a new checkpoint, times as fast: in place / {other} written first"
+        measurements.verdicts.append(judge(comparison, what, ("in place", other), times_as_fast, "at least", bound))
+    written = Spread.of([float(sample["written"]) for sample in comparison.samples["in place"]])
+    measurements.verdicts.append(Verdict("bytes written in place", written, "at most", 0))
 
 
 def compare_generate(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
@@ -268,7 +304,7 @@ def compare_generate(settings: Settings, files: Files, measurements: Measurement
 
 def compare_identity(settings: Settings, files: Files, measurements: Measurements, progress: Progress) -> None:
     """Bit by bit."""
-    names = ("in memory", "deepnvme", "deepnvme, half resident")
+    names = ("in memory", "deepnvme", "deepnvme, in place", "deepnvme, half resident")
     with contenders(files, names, progress) as (running, absent):
         answers = {name: process.call("answers", prompts=2, tokens=4, new=4) for name, process in running.items()}
     for name in names[1:]:

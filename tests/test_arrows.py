@@ -20,11 +20,13 @@ TRANSFER = ENGINE | {"memory", "transfer", "cache"}
 STORE = TRANSFER | {"store"}
 CHECKPOINT = TRANSFER | {"model", "checkpoint", "checkpoint.formats"}
 STREAMING = STORE | CHECKPOINT
+PARTS_OF_A_STREAM = {"streaming.extent_memory", "streaming.placeholder", "streaming.replaced_forward"}
+LOCATING = {"streaming.located_weights", "streaming.merged_weights"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
 BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.options", "offload.tiles", "offload.training"}
-INTEGRATIONS = STREAMING | OFFLOAD | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
+INTEGRATIONS = STREAMING | OFFLOAD | LOCATING | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
@@ -55,7 +57,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nn": {"_lazy", "tables"},
     "streaming.weights": STREAMING,
     "streaming.kv": STREAMING,
-    "streaming": STREAMING | {"streaming.weights", "streaming.kv"},
+    **dict.fromkeys(PARTS_OF_A_STREAM, TRANSFER | {"model"}),
+    "streaming.merged_weights": STREAMING | {"streaming.weights"},
+    "streaming.located_weights": STREAMING | {"streaming.weights", "streaming.merged_weights"},
+    "streaming.experts": STREAMING | PARTS_OF_A_STREAM | {"streaming.weights"} | LOCATING,
+    "streaming": STREAMING | PARTS_OF_A_STREAM | LOCATING | {"streaming.weights", "streaming.kv", "streaming.experts"},
     "integrations": INTEGRATIONS,
     "integrations.deepspeed.io": ENGINE | {"memory"},
     "integrations.deepspeed.swap_tensor": CHECKPOINT,

@@ -21,8 +21,8 @@ from harness.workloads import ContenderFailed
 
 
 class StreamingWorker:
-    """``kind``: memory, deepnvme or accelerate. ``weights``: a directory of safetensors, a store, or what disk_offload writes
-    and reads."""
+    """``kind``: memory, deepnvme, in_place or accelerate. ``weights``: a directory of safetensors, a store, or what disk_offload
+    writes and reads."""
 
     def __init__(
         self, *, kind: str, shape: dict[str, int], weights: str, checkpoint: str = "", budget: int = 0, prefetch: int = 2
@@ -61,6 +61,12 @@ class StreamingWorker:
         store = WeightStore.open(self._weights)
         self._streaming = stream(self._model, store, prefetch=self._prefetch, memory_budget=self._budget)
 
+    def _start_in_place(self) -> None:
+        from deepnvme.streaming import stream
+
+        self._model = llama.empty(self._shape)
+        self._streaming = stream(self._model, self._weights, prefetch=self._prefetch, memory_budget=self._budget)
+
     def _start_accelerate(self) -> None:
         try:
             from accelerate import disk_offload
@@ -94,6 +100,15 @@ class StreamingWorker:
         digest = hashlib.sha256(bytes(logits.contiguous().view(torch.uint8).flatten().tolist())).hexdigest()
         return {"logits": digest, "tokens": self._generated(ids, new).tolist()}
 
+    def first(self) -> dict[str, int]:
+        """Make the model and compute one token. Return the bytes that this process has sent to drives meanwhile."""
+        import deepnvme.streaming  # noqa: F401  # whose bytecode may have to be written
+
+        before = _bytes_written()
+        self.start()
+        self.forward(sequences=1, tokens=1)
+        return {"written": _bytes_written() - before}
+
     def peak(self, *, passes: int) -> dict[str, float | int | None]:
         """Bytes by which memory grows at most, from before the model is streamed."""
 
@@ -123,9 +138,14 @@ class StreamingWorker:
         return torch.randint(1, self._shape.vocabulary, (sequences, tokens), generator=drawn)
 
 
+def _bytes_written() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["write_bytes"])
+
+
 def main() -> None:
     settings, request_fd, reply_fd = sys.argv[1:]
-    methods = ("save", "start", "forward", "generate", "answers", "peak")
+    methods = ("save", "start", "forward", "generate", "answers", "first", "peak")
     serve(lambda: StreamingWorker(**json.loads(settings)), methods, int(request_fd), int(reply_fd))
 
 

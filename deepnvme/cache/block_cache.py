@@ -550,7 +550,18 @@ class BlockCache(Monitor):
 
         Never drops residents. Returns whether a block was dropped.
         """
-        last, furthest = None, -1 if beyond is None else beyond
+        last = self._furthest(-1 if beyond is None else beyond)
+        if last is None:
+            return False
+        self._drop(last)
+        return True
+
+    def _furthest(self, beyond: int) -> Block | None:
+        """Return the idle clean block whose next use is furthest away, if that is further than ``beyond``. Never a resident.
+
+        Of blocks without expected use, the one used longest ago; a subclass may choose another one.
+        """
+        last, furthest = None, beyond
         for block in self._held:
             if block.state is State.CLEAN and not block.resident and self._is_idle(block):
                 distance = self._distance(block)
@@ -558,10 +569,7 @@ class BlockCache(Monitor):
                     last, furthest = block, distance
                     if distance == sys.maxsize:  # none is further away; there may be thousands to look at
                         break
-        if last is None:
-            return False
-        self._drop(last)
-        return True
+        return last
 
     def _least_needed(self) -> Block | None:
         """Return the idle block whose next use is furthest away, or None if no block is idle.

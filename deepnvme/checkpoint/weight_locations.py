@@ -228,7 +228,7 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
         ValueError: If the directory has several checkpoints, or the file's format would require loading it as a whole.
         UnpicklingError: If a pickle holds anything but tensors.
     """
-    path = _chosen(Path(checkpoint)) if os.path.isdir(checkpoint) else os.fspath(checkpoint)
+    path = _checkpoint_path(checkpoint)
     found: dict[str, torch.Tensor | Location] = {}
     for shard, names in shards_of(path).items():
         if names is not None and not os.path.exists(shard):
@@ -237,6 +237,25 @@ def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor | L
         inside = read_consistently(shard, lambda shard=shard: _in_file(shard))  # type: ignore[misc]
         found.update(indexed(path, shard, names, inside))
     return found
+
+
+def files_of(checkpoint: str | os.PathLike[str]) -> list[str]:
+    """Return the files that have the weights of a checkpoint, which need not exist. Blocks while an index is read.
+
+    Args:
+        checkpoint: As for :func:`weights_in`.
+
+    Raises:
+        CorruptCheckpoint: If the index is damaged.
+        FileNotFoundError: If there is no checkpoint in the directory.
+        ValueError: If the directory has several checkpoints.
+    """
+    return list(shards_of(_checkpoint_path(checkpoint)))
+
+
+def _checkpoint_path(checkpoint: str | os.PathLike[str]) -> str:
+    """Return the path of the file or index that a checkpoint is, or that a directory has."""
+    return _chosen(Path(checkpoint)) if os.path.isdir(checkpoint) else os.fspath(checkpoint)
 
 
 def weights_in_index(

@@ -32,7 +32,8 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.structure import UNBLOCKED_EXTENT, find_ties, weights_by_name
-from deepnvme.streaming.pretrained import locating_weights, with_dtypes_kept
+from deepnvme.streaming.located_weights import with_dtypes_kept
+from deepnvme.streaming.pretrained import locating_weights
 from deepnvme.streaming.streamed_model import Streaming, check_not_streamed, streaming_of
 from deepnvme.streaming.weights.build_once import opened_or_built
 from deepnvme.streaming.weights.weight_store import WeightStore

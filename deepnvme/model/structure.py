@@ -97,12 +97,15 @@ class Structure:
 
 
 def weights_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and persistent buffers by all of their names, in the order of registration."""
+    """Return a model's parameters and persistent buffers by all of their names, in the order of registration.
+
+    Leaves out parameters that are read from the drive on demand, which have an attribute ``on_demand``.
+    """
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not hasattr(parameter, "on_demand"):
                 found[prefix + name] = parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -6,6 +6,8 @@ from deepnvme._lazy import from_modules
 from deepnvme.checkpoint.weight_locations import Location, Source
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
 
+from .experts.experts_report import ExpertsReport, LayerUses
+from .experts.offloaded_experts import OffloadedExperts, offload_experts
 from .pretrained import from_pretrained
 from .stream_report import StreamReport
 from .streamed_model import Streaming, stream, streaming_of
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheReport",
     "CorruptExtent",
+    "ExpertsReport",
     "Extent",
+    "LayerUses",
     "Location",
     "OffloadedCache",
+    "OffloadedExperts",
     "Source",
     "StreamReport",
     "Streaming",
@@ -29,6 +34,7 @@ __all__ = [
     "WeightMismatch",
     "WeightStore",
     "from_pretrained",
+    "offload_experts",
     "offload_kv",
     "stream",
     "streaming_of",

@@ -11,11 +11,10 @@ import torch
 from deepnvme.cache.block import Memory
 from deepnvme.memory.lease import Computed, Transfer
 from deepnvme.model.structure import UNBLOCKED_EXTENT
-from deepnvme.store.futures import StoreFuture
 
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
-from .weights.weight_store import WeightStore
+from .weights.extent_store import ExtentStore
 
 
 class DeviceSlots(Slots):
@@ -93,7 +92,7 @@ class DeviceExtentReader(ExtentReader):
             memory.
     """
 
-    def __init__(self, store: WeightStore, device: torch.device, count: int) -> None:
+    def __init__(self, store: ExtentStore, device: torch.device, count: int) -> None:
         super().__init__(store)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         largest = max((extent.nbytes for name, extent in store.extents.items() if name != UNBLOCKED_EXTENT), default=0)
@@ -114,9 +113,7 @@ class DeviceExtentReader(ExtentReader):
         super().close()
         self._copying.shutdown()
 
-    def _copy(
-        self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], Memory, torch.Tensor, torch.Tensor]], computed: Computed
-    ) -> None:
+    def _copy(self, extent: str, only: list[tuple[Transfer, Memory, torch.Tensor, torch.Tensor]], computed: Computed) -> None:
         """Wait for a read, copy the extent to the device, and dequantise it there.
 
         Args:

@@ -11,24 +11,23 @@ import torch
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Transfer
 from deepnvme.model.quantization import QuantizedLayout, dequantize
-from deepnvme.store.futures import StoreFuture
 
+from .weights.extent_store import ExtentStore
 from .weights.manifest import Extent, Weight, layout_extent
-from .weights.weight_store import WeightStore
 
 _THREADS = 2
 """Number of threads that check and dequantise extents: a core computes checksums at 2.5 GB/s, and a drive may read 3 GB/s."""
 
 
 class ExtentReader:
-    """Reads the extents of a store into memory, checks their checksums, and dequantises them.
+    """Reads the extents of a store into memory, checks them, and dequantises or copies weights that are stored in another form.
 
     A quantised extent is read into the end of its memory, and dequantised from there to the beginning, weight by weight. The
     memory is a little larger than the result, so that no dequantised weight overwrites bytes that are still needed. Threads do
     this, and verify the checksum of an extent that is read for the first time.
     """
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: ExtentStore) -> None:
         self._store = store
         self.extents: Mapping[str, Extent] = {name: _dequantized(extent) for name, extent in store.extents.items()}
         """The extents by name, with their layout in memory, after dequantisation."""
@@ -46,7 +45,7 @@ class ExtentReader:
 
         When the transfer is done, the weights lie in ``memory`` as :attr:`extents` describes.
         """
-        ready = not self._starts[extent] and not self._store.verifies(extent)
+        ready = self._is_ready(extent) and not self._store.verifies(extent)
         reading = self._store.read(extent, memory[self._starts[extent] :])
         if ready:
             return reading
@@ -56,7 +55,7 @@ class ExtentReader:
         """End the threads. Waits for them."""
         self._threads.shutdown()
 
-    def _finish(self, extent: str, only: list[tuple[StoreFuture[torch.Tensor], torch.Tensor]]) -> None:
+    def _finish(self, extent: str, only: list[tuple[Transfer, torch.Tensor]]) -> None:
         """Wait for a read, and dequantise the extent.
 
         Args:
@@ -73,21 +72,25 @@ class ExtentReader:
         finally:
             del reading, memory  # which a traceback would keep
 
+    def _is_ready(self, extent: str) -> bool:
+        """Return whether all weights of an extent are read in the form in which the model uses them."""
+        return self._store.extents[extent] is self.extents[extent]
+
     def _dequantize(self, extent: str, memory: torch.Tensor) -> None:
         """Dequantise the extent that was read into the end of ``memory``. On a device, only enqueues that work."""
-        start = self._starts[extent]
-        if not start:
+        if self._is_ready(extent):
             return
+        start = self._starts[extent]
         for stored, ready in zip(self._store.extents[extent].weights, self.extents[extent].weights, strict=True):
             if stored.scheme is None:
-                ready.stored(memory).copy_(stored.stored(memory[start:]))
+                stored.copy(memory[start:], ready.view(memory))
             else:
                 dequantize(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
 
 
 def _dequantized(extent: Extent) -> Extent:
     """Return the layout that an extent has after its weights are dequantised."""
-    if all(weight.scheme is None for weight in extent.weights):
+    if all(weight.ready for weight in extent.weights):
         return extent
     return layout_extent(extent.name, {weight.name: weight.info for weight in extent.weights})
 
@@ -99,7 +102,7 @@ def _start(stored: Extent, ready: Extent) -> int:
     """
     if stored is ready:
         return 0
-    return padded(max(_distance(*pair) for pair in zip(stored.weights, ready.weights, strict=True)))
+    return padded(max((0, *map(_distance, stored.weights, ready.weights))))
 
 
 def _distance(stored: Weight, ready: Weight) -> int:

@@ -11,8 +11,8 @@ from torch import nn
 from deepnvme.model.structure import weights_by_name
 
 from .placeholder import Placeholder
+from .weights.extent_store import ExtentStore
 from .weights.manifest import Extent, Weight
-from .weights.weight_store import WeightStore
 
 Tensors = dict[str, torch.Tensor | None]
 """A module's ``_parameters`` or ``_buffers``. They are written directly, because ``Module.__setattr__`` searches all of them."""
@@ -81,13 +81,13 @@ class ModuleWeights:
     A weight that is used in several places, in one module or in several, is one parameter in all of them. Not thread-safe.
 
     Args:
-        model: The model, whose weights are those of the store (see :meth:`WeightStore.check`).
+        model: The model, whose weights are those of the store (see :meth:`ExtentStore.check`).
         store: The store of the model's weights.
         extents: The store's extents, with their layout in memory, after dequantisation.
         device: Device of the weights while they are in memory.
     """
 
-    def __init__(self, model: nn.Module, store: WeightStore, extents: Mapping[str, Extent], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, store: ExtentStore, extents: Mapping[str, Extent], device: torch.device) -> None:
         users = {extent: block for block, needed in reversed(list(store.blocks.items())) for extent in needed}
         self._extents = {
             name: [_ModuleWeight(each, Placeholder(each.name, users.get(name, ""), each.info, device)) for each in extent.weights]

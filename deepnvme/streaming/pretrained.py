@@ -30,8 +30,12 @@ from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
 
+from .experts.expert_layers import expert_weights
+from .experts.offloaded_experts import offload_experts
+from .located_weights import locate_weights, with_dtypes_kept
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
+from .weights.checkpoint_weights import CheckpointWeights
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -68,12 +72,13 @@ locating_weights: ContextVar[bool] = ContextVar("locating_weights", default=Fals
 def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    path: Directories,
+    path: Directories | None = None,
     memory_budget: MemoryBudget = 0,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
     kv_offload: Literal["nvme"] | None = None,
+    experts: Literal["on-demand", "streamed"] | None = None,
     model_class: Any = None,
     progress: ProgressOption = None,
     aio_config: AioConfig | None = None,
@@ -81,39 +86,54 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Return a transformers model, ready for inference, whose weights are streamed from the drive. Blocks.
 
-    The first call for a checkpoint builds a store in ``path``: each weight is read and written once, and only a few
+    Without ``path``, the weights are streamed from the checkpoint's own files, safetensors or torch's. Nothing is written. The
+    files must not change as long as the model is streamed.
+
+    With ``path``, the first call for a checkpoint builds a store there: each weight is read and written once, and only a few
     blocks are in memory at a time. Later calls open the store; calls in other processes wait while it is being built.
 
     Args:
         name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
-        path: One or several directories of the store, as for :class:`WeightStore`.
+        path: One or several directories of the store, as for :class:`WeightStore`; None for no store. Needed for
+            quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
+            concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
-        kv_offload: Where ``generate`` keeps the KV cache: "nvme" for the first of the directories, None for the device on which
-            the model computes.
+        kv_offload: Where ``generate`` keeps the KV cache: "nvme" for the first of the directories of ``path``, None for the
+            device on which the model computes.
+        experts: For a mixture without ``path``: "on-demand" reads the experts that the router has chosen, as
+            :func:`offload_experts` does; "streamed" reads all experts with their layer. None reads them on demand if the
+            model's weights are more than ``memory_budget``. Other weights come first in the budget, experts get what is left.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
-        aio_config: Settings of the engine that builds and reads the store, and of a KV cache on the drive; None for the profile
-            of the drive, see :func:`deepnvme.engine_for`.
+        aio_config: Settings of the engine that reads the weights, builds a store, and serves a KV cache on the drive; None for
+            the profile of the drive, see :func:`deepnvme.engine_for`.
         options: Further options of transformers' ``from_pretrained``, except those that place the weights or change the model.
 
     Returns:
         The model. Its attribute ``streaming`` is the :class:`Streaming`: ``streaming.report()`` gives the counters, and
-        ``streaming.close()`` ends the stream and closes the store.
+        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand.
 
     Raises:
         FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
         ImportError: If transformers or accelerate is not installed.
         TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
         ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
-            checkpoint is quantised, or if ``kv_offload`` is none of the above.
+            checkpoint is quantised, or if ``kv_offload`` is none of the above. Without ``path``: if something needs a store,
+            or the checkpoint lacks a weight of the model; the message names the weights.
+        CorruptCheckpoint: If a file of the checkpoint is damaged. Later, from the model: if a file was changed.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
     if kv_offload not in (None, "nvme"):
         raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
+    if path is None and (quantize or kv_offload):
+        what = "quantize" if quantize else "kv_offload"
+        raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
+    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
+        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
     for option in _REFUSED:
         if option in options:
             raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
@@ -124,6 +144,9 @@ def from_pretrained(
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
+    if path is None:
+        kind = _concrete(kind, config, options)
+        return _streamed_in_place(kind, name, options, prefetch, memory_budget, device, experts, aio_config)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
@@ -274,28 +297,6 @@ def _empty(directory: Path) -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def with_dtypes_kept(model: Any, index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return accelerate's offload index with the dtypes that transformers gives the weights.
-
-    Also casts the weights of ``model`` to these dtypes. Some models keep certain weights in float32, which accelerate
-    would cast too. Weights stored in raw files keep the dtype that the index gives.
-
-    Args:
-        model: The transformers model, its weights on the meta device. Changed in place.
-        index: As :func:`offload_index_of` returns it. Not changed.
-    """
-    found = {name: dict(entry) for name, entry in index.items()}
-    weights = weights_by_name(model)
-    for pattern, dtype in model._get_dtype_plan(model.config.dtype).items():
-        looked_for = re.compile(pattern.replace("*", ".*"))
-        for name in filter(looked_for.search, found):
-            if "safetensors_file" in found[name]:  # others are raw bytes, of the dtype in the index
-                found[name]["dtype"] = str(dtype).removeprefix("torch.")
-                if name in weights:
-                    weights[name].data = weights[name].data.to(dtype)
-    return found
-
-
 def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | None]:
     """Return accelerate's offload index of a model, and the folder of its raw files (None if there are none).
 
@@ -313,17 +314,58 @@ def offload_index_of(model: torch.nn.Module) -> tuple[Mapping[str, Any], str | N
     raise ValueError(f"accelerate has offloaded nothing of this {type(model).__name__}")
 
 
-def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]) -> Any:
-    """Return the model with parameters on the meta device and initialised buffers, all with the store's dtypes."""
+def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -> Any:
+    """Return the class of the models that ``kind`` makes, which may be an auto class."""
+    return type(_made_on_meta(kind, copy.deepcopy(config), options, None)) if hasattr(kind, "from_config") else kind
+
+
+def _streamed_in_place(
+    kind: Any, name: str, options: Mapping[str, Any], prefetch: int, memory_budget: MemoryBudget,
+    device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
+) -> PreTrainedModel:  # fmt: skip
+    """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
+    model, weights, versions = locate_weights(kind, name, options)
+    on_demand = set() if experts == "streamed" else expert_weights(model)
+    budget = budget_bytes(memory_budget, "memory_budget")
+    others = {weight: place for weight, place in weights.items() if weight not in on_demand}
+    if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
+        on_demand, others = set(), weights
+    with contextlib.ExitStack() as undo:
+        offloaded = None
+        if on_demand or experts == "on-demand":
+            first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
+            how: dict[str, Any] = {"device": device, "aio_config": aio_config}
+            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
+            memory_budget = first
+        store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
+        undo.callback(_end_stream_of, model)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded)
+        model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
+        undo.pop_all()
+    return model
+
+
+def _end_stream_of(model: Any) -> None:
+    """End the stream of a model, if an interrupt came after the stream was made."""
+    streamed = streaming_of(model)
+    if streamed is not None:
+        streamed.close()
+
+
+def _made_on_meta(kind: Any, config: PretrainedConfig, options: Mapping[str, Any], dtype: Any) -> Any:
+    """Return a new model with parameters on the meta device and initialised buffers."""
     from accelerate import init_empty_weights
 
     how = {key: options[key] for key in ("attn_implementation", "experts_implementation") if key in options}
     with init_empty_weights(include_buffers=False):
-        dtype = _dtype_of(store, config, options)
         if hasattr(kind, "from_config"):
-            model = kind.from_config(config, dtype=dtype, **how, **_remote(config, options))
-        else:
-            model = kind._from_config(config, dtype=dtype, **how)
+            return kind.from_config(config, dtype=dtype, **how, **_remote(config, options))
+        return kind._from_config(config, dtype=dtype, **how)
+
+
+def _without_weights(kind: Any, name: str, config: PretrainedConfig, store: WeightStore, options: Mapping[str, Any]) -> Any:
+    """Return the model with parameters on the meta device and initialised buffers, all with the store's dtypes."""
+    model = _made_on_meta(kind, config, options, _dtype_of(store, config, options))
     model.tie_weights()
     for weight_name, weight in weights_by_name(model).items():
         found = store.weights.get(store.ties.get(weight_name, weight_name))

@@ -7,21 +7,19 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 
 from deepnvme.memory.pool import OutOfBuffers
 
 from .access_predictor import AccessPredictor
 from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
+from .replaced_forward import ReplacedForward
 from .stream_report import StreamReport
-from .weights.weight_store import WeightStore
-
-_FIRST = "close(restore=True) its stream first"
+from .weights.extent_store import ExtentStore
 
 
 class StreamedForwards:
@@ -36,7 +34,7 @@ class StreamedForwards:
         weights: Assigns weights to the modules.
     """
 
-    def __init__(self, store: WeightStore, cache: ExtentCache, weights: ModuleWeights) -> None:
+    def __init__(self, store: ExtentStore, cache: ExtentCache, weights: ModuleWeights) -> None:
         self._store, self._cache, self._weights = store, cache, weights
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self.lock = threading.Lock()
@@ -228,40 +226,12 @@ class StreamedForwards:
             self._weights.remove(extent)
 
 
-class StreamedForward:
-    """Replaces a module's forward while its model is streamed: calls ``call(forward, args, kwargs)``, one thread at a time."""
+class StreamedForward(ReplacedForward):
+    """Replaces a module's forward while its model is streamed. ``streaming`` is what :func:`streaming_of` returns."""
 
     def __init__(self, forwards: StreamedForwards, forward: Callable[..., Any], call: Callable[..., Any], streaming: Any) -> None:
-        functools.update_wrapper(self, forward)  # transformers and others inspect a forward's signature
-        self._forwards, self._forward, self._call, self.streaming = forwards, forward, call, streaming
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_to_compile()
-        if torch._C._is_tracing():  # a trace keeps the tensors that it has recorded, even if it fails
-            raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
-        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
-            raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {_FIRST}")
-        return self._forwards.called(functools.partial(self._call, self._forward, args, kwargs))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, with advice for users of torch.jit.script and torch.export, which look for a function's code."""
-        raise AttributeError(f"the forward of a model whose weights are streamed has no {name}, for it is no function: {_FIRST}")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
-
-
-def _refuse_to_compile() -> NoReturn:
-    from torch._dynamo.exc import TorchRuntimeError  # which it does not take for a bug of its own; a RuntimeError
-
-    raise TorchRuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
-
-
-# As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to
-# it, which ends the compiling with the error. An exception that it only traces would have it go on without compiling here, and
-# read weights into graphs elsewhere.
-_refuse_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        super().__init__(forwards.called, forward, call)
+        self.streaming = streaming
 
 
 def _remedy() -> str:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 
+from .experts.offloaded_experts import OffloadedExperts
 from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
@@ -25,26 +26,32 @@ from .module_weights import ModuleWeights
 from .resident_weights import residents
 from .stream_report import StreamReport
 from .streamed_forwards import StreamedForward, StreamedForwards
-from .weights.weight_store import WeightStore
+from .weights.checkpoint_weights import CheckpointWeights
+from .weights.extent_store import ExtentStore
+
+if TYPE_CHECKING:
+    from deepnvme.drives.aio_config import AioConfig
 
 
 def stream(
     model: nn.Module,
-    store: WeightStore,
+    store: ExtentStore | str | os.PathLike[str],
     *,
     prefetch: int = 2,
     memory_budget: MemoryBudget = 0,
     device: torch.device | str | None = None,
+    aio_config: AioConfig | None = None,
 ) -> Streaming:
-    """Read a model's weights from ``store`` while it runs, and keep them in memory only while its blocks use them.
+    """Read a model's weights from the drive while it runs, and keep them in memory only while its blocks use them.
 
-    >>> with deepnvme.streaming.stream(model, store, memory_budget="4GB") as streaming, torch.inference_mode():
+    >>> with deepnvme.streaming.stream(model, "checkpoint/", memory_budget="4GB") as streaming, torch.inference_mode():
     ...     model(input_ids)
     ...     print(streaming.report())
 
     The model's results are bit-identical to those with all weights in memory: in its own forward, in ``generate``, and wherever
-    its blocks are called. The blocks are the modules for which the store was built. Outside the forward of its block, a
-    weight is a placeholder with a shape and a dtype but no data; an operation that needs the data raises RuntimeError.
+    its blocks are called. The blocks are the modules for which the store was built; for a checkpoint, those that
+    :func:`deepnvme.model.structure.structure_of` finds. Outside the forward of its block, a weight is a placeholder with a shape
+    and a dtype but no data; an operation that needs the data raises RuntimeError.
     Weights in no block are read before this function returns, and stay in memory.
 
     Gradients flow to the inputs; weights get none. Calls from several threads run one after the other. If a forward makes other
@@ -52,7 +59,11 @@ def stream(
 
     Args:
         model: A module on the CPU or the meta device. Its own weight tensors are released.
-        store: The store of this model's weights.
+        store: The store of this model's weights; or a checkpoint, whose weights are read from the checkpoint's own files:
+            a .safetensors file, a .pt file that torch.save wrote of a state_dict, the index.json of several such files, or the
+            directory that they are in. Nothing is written then. The files must not change until the stream ends: a read of a
+            file that was changed raises CorruptCheckpoint. Floating-point weights of another dtype are converted to the
+            model's as they are read.
         prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
             extents of the largest size; smaller extents are read further ahead into it.
         memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
@@ -60,6 +71,8 @@ def stream(
             :data:`deepnvme.memory.MemoryBudget`: a share of host memory, or of the memory of the CUDA device on which the model
             computes. "auto" keeps no weights if that is too little for the smallest extent.
         device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
+        aio_config: Settings of the engine that reads a checkpoint; None for the profile of the drive, see
+            :func:`deepnvme.engine_for`. A store has its own engine.
 
     Returns:
         The stream: a context manager that ends it, see :meth:`Streaming.close`.
@@ -68,11 +81,23 @@ def stream(
         WeightMismatch: If model and store differ; the message names the differences.
         ValueError: If ``prefetch`` or ``memory_budget`` is negative, ``memory_budget`` is not 0 and smaller than the smallest
             extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
-            the meta device.
+            the meta device; or if ``aio_config`` is given with a store.
         RuntimeError: If the model is streamed already.
+        CorruptCheckpoint: If the checkpoint is damaged, or lacks a tensor that its index lists.
         OSError: If reading fails.
     """
-    return Streaming(model, store, prefetch, memory_budget, device)
+    if isinstance(store, ExtentStore):
+        if aio_config is not None:
+            raise ValueError("aio_config is for a checkpoint: a store is opened with settings of its own")
+        return Streaming(model, store, prefetch, memory_budget, device)
+    check_not_streamed(model)
+    weights = CheckpointWeights.of(store, model, device, aio_config)
+    try:
+        return Streaming(model, weights, prefetch, memory_budget, device, owns_store=True)
+    except BaseException:
+        if streaming_of(model) is None:
+            weights.close()
+        raise
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
@@ -95,17 +120,19 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
     The arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the
     model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
+    ``experts``: the model's experts, if they are read on demand; :meth:`close` ends that too.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        store: WeightStore,
+        store: ExtentStore,
         prefetch: int,
         memory_budget: MemoryBudget,
         device: torch.device | str | None,
         owns_store: bool = False,
         least_budget: int = 0,
+        experts: OffloadedExperts | None = None,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
         budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
@@ -114,6 +141,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         check_not_streamed(model)
         store.check(model)
         self._store = store
+        self.experts = experts
+        """The model's experts that are read on demand; None if there are none."""
         self._model, self._process = type(model).__name__, os.getpid()
         self._reader, slots_of = _on(device, store, prefetch)
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != UNBLOCKED_EXTENT}
@@ -178,8 +207,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
     def close(self, restore: bool = False) -> None:
         """End the stream: release its memory, and restore the modules' original forwards. Idempotent.
 
-        Waits for a call of the model in another thread and for reads in flight. The store stays open,
-        unless :func:`from_pretrained` or accelerate's offload opened it.
+        Waits for a call of the model in another thread and for reads in flight. A store stays open,
+        unless :func:`from_pretrained` or accelerate's offload opened it. Files of a checkpoint are closed.
 
         If an interrupt (Ctrl-C) or an error occurs while weights are read or a call is waited for, the model is still streamed.
 
@@ -196,6 +225,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         with self._forwards.lock:
             if self._ended:
                 return
+            if self.experts is not None:
+                self.experts.close(restore)
             self._cache.expect(())
             memories = {name: self._read(name) for name in self._store.extents if restore and name != UNBLOCKED_EXTENT}
             self._cache.drain()
@@ -243,7 +274,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-def _on(device: torch.device, store: WeightStore, prefetch: int) -> tuple[ExtentReader, Callable[[int], Slots]]:
+def _on(device: torch.device, store: ExtentStore, prefetch: int) -> tuple[ExtentReader, Callable[[int], Slots]]:
     """Return the extent reader for a device, and a function that makes its slots. Raises ValueError unless it is CPU or CUDA."""
     if device.type == "cpu":
         return ExtentReader(store), PinnedSlots

@@ -149,6 +149,15 @@ def streamed_forward(path: Path) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
+def forward_in_place(path: Path) -> Iterator[Case]:
+    model = streams.model()
+    wanted = streams.output(model)
+    deepnvme.safetensors.save_file(dict(model.state_dict()), path)
+    with stream(model, path, memory_budget=2 * streams.BLOCK_BYTES):
+        yield lambda: streams.check_output(model, wanted), lambda: streams.check_output(model, wanted)
+
+
+@contextlib.contextmanager
 def step_with_activations(path: Path) -> Iterator[Case]:
     with training_in(path) as training:
         training.step()
@@ -191,7 +200,8 @@ CASES = [
     (put, "write", "*.data"), (get, "read", "*.data"), (commit, "fsync", "*.data"), (close, "write", "*.data"),
     (save, "write", "*-tmp"), (async_save, "write", "*-tmp"), (load, "read", "it"), (save_safetensors, "write", "*-tmp"),
     (save_distributed, "write", "*-tmp"), (read_rows, "read", "rows"), (commit_rows, "write", "rows"),
-    (streamed_forward, "read", "*.data"), (step_with_activations, "write", "*.data"), (step_with_activations, "read", "*.data"),
+    (streamed_forward, "read", "*.data"), (forward_in_place, "read", "it"),
+    (step_with_activations, "write", "*.data"), (step_with_activations, "read", "*.data"),
     (optimizer_step, "read", "*.data"), (optimizer_step, "write", "*.data"), (training_step, "read", "*.data"),
 ]  # fmt: skip
 """Operations, and what hangs of which files. Others are read and written by the calling thread itself, in the system."""

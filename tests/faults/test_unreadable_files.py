@@ -17,7 +17,7 @@ import deepnvme.safetensors
 from deepnvme.checkpoint import NVMeReader, NVMeWriter, verify
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.store import manifest
-from deepnvme.streaming import WeightStore
+from deepnvme.streaming import WeightStore, stream
 from deepnvme.swap import TensorStore, buffer_pool
 from deepnvme.tables import Table, open_ngram_tables
 
@@ -52,10 +52,20 @@ def verified(path: Path) -> dict[str, Any]:
     return STATE
 
 
+def streamed(path: Path) -> dict[str, Any]:
+    model = torch.nn.Module()
+    for name, tensor in STATE.items():
+        model.register_buffer(name, torch.zeros_like(tensor))
+    stream(model, path).close(restore=True)
+    return model.state_dict()
+
+
 LOADS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
     "load": ("model.pt", deepnvme.load),
     "load of safetensors": ("model.safetensors", deepnvme.load),
     "load_file": ("model.safetensors", deepnvme.safetensors.load_file),
+    "stream": ("model.pt", streamed),
+    "stream of safetensors": ("model.safetensors", streamed),
     "verify": ("model.pt", verified),
     "verify of safetensors": ("model.safetensors", verified),
 }
@@ -148,6 +158,8 @@ FIFOS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "verify": ("model.pt", verify),
     "WeightStore.build": ("model.pt", lambda path: WeightStore.build(path, path.with_name("weights"))),
     "WeightStore.build of safetensors": ("model.safetensors", lambda path: WeightStore.build(path, path.with_name("weights"))),
+    "stream": ("model.pt", lambda path: stream(torch.nn.Linear(1, 1), path)),
+    "stream of safetensors": ("model.safetensors", lambda path: stream(torch.nn.Linear(1, 1), path)),
     "Table.open of .npy": ("rows.npy", Table.open),
     "Table.open of .pt": ("rows.pt", Table.open),
     "Table.open of safetensors": ("rows.safetensors", Table.open),

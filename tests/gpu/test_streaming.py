@@ -13,6 +13,7 @@ from torch import nn
 
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.model.quantization import dequantize, quantize
+from deepnvme.safetensors import save_file
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, WeightStore, stream
 
@@ -52,6 +53,19 @@ def test_the_same_bits(model: Calls, store: WeightStore, device: torch.device, p
         assert next(streamed.parameters()).device == device
         streaming.close(restore=True)
         assert torch.equal(streamed(x, range(8)), model(x, range(8)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_place_the_same_bits(model: Calls, device: torch.device, drive: Path, dtype: torch.dtype) -> None:
+    """Also of weights that begin anywhere in the file, and of those that are converted."""
+    save_file({name: weight.cpu() for name, weight in model.state_dict().items()}, drive / "model.safetensors")
+    expected = model.to(dtype)
+    x = torch.randn(64, WIDTH, device=device, dtype=dtype)
+    with torch.device("meta"):
+        streamed = model_on(torch.device("meta"), dtype)
+    with stream(streamed, drive / "model.safetensors", device=device), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(streamed(x, range(8)), expected(x, range(8)))
 
 
 def test_slow_kernels_are_not_overtaken_by_what_is_read(store: WeightStore, model: Calls, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from deepnvme import AioConfig
 from deepnvme.checkpoint.weight_locations import weights_in
 from deepnvme.safetensors import save_file
-from deepnvme.streaming import WeightStore
+from deepnvme.streaming import WeightStore, stream
 
 from ..support.disks import Disk
 from ..support.drive_profiles import EngineSettings, default_for, engine_settings, engines_made, store_profile
@@ -37,6 +37,11 @@ def build(place: Path, config: AioConfig | None) -> None:
 
 def open_built(place: Path, config: AioConfig | None) -> None:
     WeightStore.open(place / "built", aio_config=config).close()
+
+
+def stream_in_place(place: Path, config: AioConfig | None) -> None:
+    torch.save(layers().state_dict(), place / "model.pt")
+    stream(layers(), place / "model.pt", aio_config=config).close()
 
 
 def llama() -> Any:
@@ -63,6 +68,7 @@ def generate(place: Path, config: AioConfig | None) -> None:
 ENTRIES: list[tuple[Callable[[Path, AioConfig | None], None], list[int | None]]] = [
     (build, [None, IN_FLIGHT]),  # it is built, and opened
     (open_built, [IN_FLIGHT]),
+    (stream_in_place, [IN_FLIGHT]),
     (make_cache, [None]),
     (generate, [None]),
 ]

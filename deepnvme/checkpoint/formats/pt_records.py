@@ -35,6 +35,17 @@ class CorruptCheckpoint(OSError):
         super().__init__(errno.EBADMSG, why, os.fspath(path))
         self.why = why
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle the error, and those of subclasses, by what the message says."""
+        return _corrupt_checkpoint, (type(self), self.filename, self.why)
+
+
+def _corrupt_checkpoint(kind: type[CorruptCheckpoint], path: str, why: str) -> CorruptCheckpoint:
+    """Return a copy of an error, of the class ``kind``."""
+    error = kind.__new__(kind)
+    CorruptCheckpoint.__init__(error, path, why)
+    return error
+
 
 class WrongChecksum(CorruptCheckpoint):
     """The bytes of a storage or of the pickle do not match the checksum that was saved.

@@ -98,11 +98,14 @@ class ExtentBuilder:
                 quantize(before.view(read).to(after.info.dtype), after.scheme, out=after.stored(memory), name=after.name)
 
 
-def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str] | None) -> tuple[Structure, dict[str, str]]:
+def structure_for(
+    found: Mapping[str, WeightInfo], found_ties: Mapping[str, str], model: nn.Module | None, blocks: Sequence[str] | None = None
+) -> tuple[Structure, dict[str, str]]:
     """Return the blocks of a new store, and the source's name of each weight.
 
     Args:
-        source: The source of the weights.
+        found: Dtype and shape of the source's weights, by all of their names.
+        found_ties: First name of each tied weight of the source, by its further names.
         model: The model that the weights are for; None to find the blocks by the weights' names.
         blocks: Names or patterns of the modules that become blocks; None to find them.
 
@@ -110,14 +113,13 @@ def structure_for(source: Source, model: nn.Module | None, blocks: Sequence[str]
         WeightMismatch: If source and model differ.
         ValueError: If the source has no weights, or a name in ``blocks`` is not that of a block.
     """
-    found = {name: source.info(name) for name in source.names()}
     if not found:
         raise ValueError("there is no weight to build a store of")
     if model is None:
-        structure = structure_of_names({name: info.nbytes for name, info in found.items()}, source.ties(), blocks)
+        structure = structure_of_names({name: info.nbytes for name, info in found.items()}, found_ties, blocks)
         return structure, {name: name for name in found}
     wanted, ties = described(model)
-    wrong = differences(wanted, ties, found, source.ties(), dtypes=False)
+    wrong = differences(wanted, ties, found, found_ties, dtypes=False)
     if wrong:
         raise WeightMismatch(f"these are not the weights of {type(model).__name__}", wrong)
     names = {name: name for name in wanted if name not in ties}

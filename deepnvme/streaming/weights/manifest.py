@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepnvme.checkpoint.formats.elements import Elements
 from deepnvme.files.manifest import MOST_DIMENSIONS, checked_fields, number, numbers, string, with_checksum
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
@@ -38,11 +39,24 @@ class Weight(NamedTuple):
     """Where the weight begins, in bytes from the start of the extent."""
     scheme: Scheme | None = None
     """How the weight is quantised; None if it is not."""
+    elements: Elements | None = None
+    """Dtype, shape and strides of a weight that has to be copied before the model can use it; None for all others.
+
+    Only weights that are read from a checkpoint's own files have to be copied: for another dtype, for other strides, or because
+    they begin at a place that is no multiple of their dtype's size.
+    """
 
     @property
     def nbytes(self) -> int:
         """Bytes that the weight takes in the extent, quantised or not."""
+        if self.elements is not None:
+            return self.elements.nbytes
         return self.info.nbytes if self.scheme is None else QuantizedLayout.of(self.scheme, self.info.shape).nbytes
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model can use the weight as it is in the extent."""
+        return self.scheme is None and self.elements is None
 
     @property
     def end(self) -> int:
@@ -62,6 +76,22 @@ class Weight(NamedTuple):
         if self.scheme is not None:
             raise ValueError(f"weight {self.name!r} is quantised to {self.scheme}: dequantize its bytes, stored(memory)")
         return self.stored(memory).view(self.info.dtype).view(self.info.shape)
+
+    def copy(self, memory: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the weight, if it is not quantised, into ``out``, which has the dtype and shape that the model wants.
+
+        Args:
+            memory: The bytes of the extent.
+            out: Where the weight is copied to. It does not overlap the weight's bytes in ``memory``.
+        """
+        assert self.scheme is None
+        if self.elements is None:
+            out.copy_(self.view(memory))
+            return
+        span = self.stored(memory)
+        if span.storage_offset() % self.elements.dtype.itemsize:
+            span = span.clone()
+        out.copy_(span.view(self.elements.dtype).as_strided(self.elements.shape, self.elements.stride))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.model.quantization import SCHEMES, Scheme
-from deepnvme.model.weight_differences import WeightMismatch, described, differences
 from deepnvme.store.futures import StoreFuture
 from deepnvme.store.manifest import CorruptManifest
 from deepnvme.store.tensor_store import TensorStore
@@ -33,6 +32,7 @@ from deepnvme.telemetry.descriptions import path_list, representation, shorten, 
 from deepnvme.telemetry.progress import ProgressOption, shown_progress
 
 from .build_pipeline import ExtentBuilder, build, read_ahead, structure_for
+from .extent_store import ExtentStore
 from .manifest import LARGEST, NAME, Extent, WeightManifest, decode, key_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ Given = nn.Module | str | os.PathLike[str] | Mapping[str, torch.Tensor | Locatio
 """Types of ``model_or_checkpoint`` in :meth:`WeightStore.build`."""
 _VERIFIED_AT_A_TIME = 3
 """Extents in memory in :meth:`WeightStore.verify`: two are read while the checksum of a third is computed."""
-_IN_FLIGHT_BYTES = 32 << 20
+IN_FLIGHT_BYTES = 32 << 20
 """Most bytes that each of a drive's workers reads at a time: enough for its full speed, and few enough that extents are read one
 after the other. With 128 MiB, three extents of 45 MB were read at once and all completed late: a pass over int8 weights took a
 fourth longer."""
@@ -54,7 +54,7 @@ class CorruptExtent(OSError):
     """Raised (errno EBADMSG) if an extent's bytes differ from those that were built. The message names extent and weights."""
 
 
-class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
+class WeightStore(ExtentStore):
     """A model's weights on the drive, grouped into extents: the ranges of bytes that are read as one when a block needs them.
 
     >>> store = WeightStore.build("checkpoint/", "/mnt/nvme/model", model=model)
@@ -75,14 +75,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         said = tensors.get(NAME).result()
         manifest = decode(memory_of(said).tobytes(), where)
         self._model = manifest.model
-        self.extents: Mapping[str, Extent] = manifest.extents
-        """Extents by name, in the order in which they are first needed."""
-        self.blocks: Mapping[str, tuple[str, ...]] = manifest.blocks
-        """Names of the extents that each block needs, by the module's name; without UNBLOCKED_EXTENT, which is always needed."""
-        self.ties: Mapping[str, str] = manifest.ties
-        """First name of each tied weight, by its further names."""
-        self.weights = {weight.name: (extent, weight) for extent in self.extents.values() for weight in extent.weights}
-        """Name of the extent and description of each weight, by the weight's (first) name."""
+        super().__init__(manifest.extents, manifest.blocks, manifest.ties)
         self.origin = manifest.origin
         """Text about the source of the weights, as given to :meth:`build`."""
         self._unverified = set(self.extents)
@@ -159,7 +152,8 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
         with engine_for(places, aio_config) as engine, contextlib.closing(OpenFiles(engine)) as files:
             source = source_of(model_or_checkpoint, files)
             tree = model_or_checkpoint if isinstance(model_or_checkpoint, nn.Module) else model
-            structure, names = structure_for(source, tree, blocks)
+            infos = {name: source.info(name) for name in source.names()}
+            structure, names = structure_for(infos, source.ties(), tree, blocks)
             builders = [ExtentBuilder(plan, source, names, dtype, quantize) for plan in structure.extents()]
             kind = "" if tree is None else type(tree).__name__
             manifest = WeightManifest(kind, {}, structure.needs(), structure.ties, origin)
@@ -187,7 +181,7 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             OSError: If the kernel refuses the backend that ``aio_config`` names, or a directory cannot be read.
         """
         directories = as_directories(path)
-        engine = engine_for(directories, aio_config, _IN_FLIGHT_BYTES)
+        engine = engine_for(directories, aio_config, IN_FLIGHT_BYTES)
         tensors = None
         try:
             owner = DirectoryOwner("WeightStore", "call its close(), or that of the stream that has it (model.streaming)")
@@ -203,9 +197,9 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the drive of all extents together."""
-        return sum(extent.nbytes for extent in self.extents.values())
+    def title(self) -> str:
+        """What the weights are read from, for error messages."""
+        return f"the store in '{self._where}'{f' (built for {self._model})' if self._model else ''}"
 
     # Reading.
 
@@ -271,26 +265,6 @@ class WeightStore(contextlib.AbstractContextManager["WeightStore"]):
             raise CorruptExtent(errno.EBADMSG, "; ".join(wrong), str(self._where))
         with self._lock:
             self._unverified.clear()
-
-    # Comparison with a model.
-
-    def compare(self, model: nn.Module) -> list[str]:
-        """Return how the store differs from a model's parameters and persistent buffers, one line for each difference.
-
-        Compares names (missing, unexpected), shapes, dtypes and which weights are tied; not the values. The model may be on the
-        meta device.
-        """
-        wanted, ties = described(model)
-        found = {name: weight.info for name, (_, weight) in self.weights.items()}
-        found |= {alias: found[name] for alias, name in self.ties.items()}
-        return differences(wanted, ties, found, self.ties)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise WeightMismatch, which names the differences, if :meth:`compare` finds any."""
-        found = self.compare(model)
-        if found:
-            kind = f" (built for {self._model})" if self._model else ""
-            raise WeightMismatch(f"the store in '{self._where}'{kind} is not of this {type(model).__name__}", found)
 
     # Closing.
 

@@ -1,0 +1,189 @@
+"""Where the weights of each expert of a mixture lie in the files of a checkpoint. Reads only headers, not the weights."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import sys
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import Location, weights_in
+from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.model.structure import weights_by_name
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+from deepnvme.streaming.located_weights import renamed
+from deepnvme.streaming.weights.checkpoint_weights import MergedWeight, Place
+
+Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, Place]
+"""Path of a checkpoint, as for :func:`weights_in`, or the places of weights by their names in the model."""
+
+
+_ALLOCATED = 64
+"""Bytes. torch allocates tensors on the CPU at multiples of this."""
+
+
+class FileRange(NamedTuple):
+    """A range of bytes in a file."""
+
+    path: str
+    """Path of the file."""
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+    """Bytes of the range; more than 0."""
+
+
+class ExpertSlice(NamedTuple):
+    """One expert's part of a weight: ranges of files whose bytes follow one another in memory."""
+
+    weight: str
+    """Name of the weight in the model."""
+    expert: int
+    """Number of the expert in its layer."""
+    info: WeightInfo
+    """Dtype and shape of the part in the files."""
+    ranges: tuple[FileRange, ...]
+    """The ranges. Neighbours in a file are one range."""
+    merged: bool = False
+    """Whether transformers makes the weight of several tensors, in memory of its own, while it loads it."""
+
+    @property
+    def start(self) -> int:
+        """Offset of the first byte in the memory that the part is read into.
+
+        It is chosen so that whole pages of the file are read into whole pages of memory, wherever the part begins in the file.
+        """
+        offset = self.ranges[0].offset
+        return 0 if offset % self.info.dtype.itemsize else offset % PAGE
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Bytes of memory, beginning at a page, that the part is read into."""
+        return padded(self.start + self.info.nbytes)
+
+    @property
+    def place(self) -> int:
+        """Offset of the first byte in the memory when the part is used.
+
+        torch's kernels give other last bits for other alignments. In memory, a weight is a view of the mapped file, which has
+        the alignment of the file, or a tensor that transformers has merged, which is aligned as torch allocates memory.
+        """
+        return self.start // _ALLOCATED * _ALLOCATED if self.merged else self.start
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the part as a view of its memory, at :attr:`place`."""
+        return memory[self.place : self.place + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
+
+    def __str__(self) -> str:
+        layer, _, weight = self.weight.rpartition(".")
+        return f"expert {self.expert} of {layer!r} ({weight})"
+
+
+def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, int | None]) -> dict[str, list[ExpertSlice]]:
+    """Return where the experts' parts of weights lie, by the weight's name in the model.
+
+    A packed weight has all experts of its layer along its first dimension. The files may have it packed too, or a tensor for
+    each expert, or several that transformers concatenates (gate and up).
+
+    Args:
+        model: The model; it may be on the meta device.
+        checkpoint: The checkpoint.
+        weights: Names of the weights, each with the number of the only expert that it belongs to, or None for a packed weight.
+
+    Returns:
+        For each packed weight a part for each expert, in their order; for another weight one part.
+
+    Raises:
+        WeightMismatch: If the checkpoint lacks a weight, or has it in another shape.
+        ValueError: If transformers rearranges a weight while loading it, or if a weight is quantised, or its tensors in the files
+            are not ranges of bytes.
+        CorruptCheckpoint: If a part ends past the end of its file.
+        Exception: Any error of :func:`weights_in`.
+    """
+    places = checkpoint if isinstance(checkpoint, Mapping) else _places(model, checkpoint, weights)
+    own = weights_by_name(model)
+    differences = []
+    slices: dict[str, list[ExpertSlice]] = {}
+    for name, number in weights.items():
+        wanted, place = WeightInfo.of(own[name]), places.get(name)
+        if place is None:
+            differences.append(f"missing: {name!r}, {wanted}")
+        elif tuple(wanted.shape) != (info := _info(name, place)).shape:
+            differences.append(f"shape: {name!r} should be {wanted}, found {info}")
+        else:
+            count, *shape = wanted.shape if number is None else (1, *wanted.shape)
+            part, merged = WeightInfo(info.dtype, tuple(shape)), isinstance(place, MergedWeight)
+            ranges = [_cut(place, index * part.nbytes, part.nbytes) for index in range(count)]
+            slices[name] = [
+                ExpertSlice(name, index if number is None else number, part, each, merged) for index, each in enumerate(ranges)
+            ]
+    if differences:
+        raise WeightMismatch("the experts of the checkpoint are not those of the model", differences)
+    _check_within_files(slices)
+    return slices
+
+
+def _places(model: nn.Module, checkpoint: str | os.PathLike[str], names: Container[str]) -> Mapping[str, Place]:
+    """Return where weights of a model lie in a checkpoint, by their names in the model: those in ``names`` and some others.
+
+    A model of transformers gets the names and conversions with which transformers loads it; others have the checkpoint's names.
+    """
+    found = weights_in(checkpoint)
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return found
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    places, _ = renamed(model, found, get_model_conversion_mapping(model), only=names)
+    return places
+
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of tensors that are weights by themselves. Others, such as float8, have scales."""
+
+
+def _info(name: str, place: Place) -> WeightInfo:
+    """Return dtype and shape of a weight. Raises ValueError unless it is ranges of bytes in files, of floating-point values."""
+    spread = isinstance(place, Location) and place.elements is not None
+    if isinstance(place, torch.Tensor) or not place.info.nbytes or spread:
+        raise ValueError(f"{name!r} is not one range of bytes in a file, as an expert's weight has to be: save it contiguously")
+    if place.info.dtype not in _DTYPES:
+        raise ValueError(f"{name!r} is {place.info} in the checkpoint: quantised experts are not read on demand")
+    return place.info
+
+
+def _cut(place: Place, begin: int, nbytes: int) -> tuple[FileRange, ...]:
+    """Return the ranges of ``nbytes`` bytes of a weight, from its byte ``begin`` on. Neighbours in a file become one range."""
+    if isinstance(place, Location):
+        return (FileRange(place.path, place.offset + begin, nbytes),)
+    assert isinstance(place, MergedWeight)
+    ranges: list[FileRange] = []
+    first = bisect.bisect_right(place.pieces, begin, key=lambda piece: piece.place) - 1
+    for path, offset, size, at in itertools.islice(place.pieces, first, None):
+        low, high = max(at, begin), min(at + size, begin + nbytes)
+        if low >= high:
+            break
+        last = ranges[-1] if ranges else None
+        if last is not None and (last.path, last.offset + last.nbytes) == (path, offset + low - at):
+            ranges[-1] = last._replace(nbytes=last.nbytes + high - low)
+        else:
+            ranges.append(FileRange(path, offset + low - at, high - low))
+    return tuple(ranges)
+
+
+def _check_within_files(slices: Mapping[str, Sequence[ExpertSlice]]) -> None:
+    """Raise CorruptCheckpoint if a part ends past the end of its file."""
+    sizes: dict[str, int] = {}
+    for each in itertools.chain.from_iterable(slices.values()):
+        for path, offset, nbytes in each.ranges:
+            size = sizes.setdefault(path, -1)
+            if size < 0:
+                size = sizes[path] = os.stat(path).st_size
+            if offset + nbytes > size:
+                raise CorruptCheckpoint(path, f"{each} is said to end at byte {offset + nbytes}, and the file has {size} bytes")

@@ -1,0 +1,104 @@
+"""Reads experts from the files of a checkpoint, which must not change meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+
+import torch
+
+from deepnvme.cache.block import Block
+from deepnvme.checkpoint.file_io import file_version
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.engine import Engine, File
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.lease import Transfer
+
+from .expert_files import ExpertSlice, FileRange
+
+
+class ExpertBlock(Block):
+    """One expert's part of a weight, as a block of a :class:`deepnvme.cache.block_cache.BlockCache`."""
+
+    __slots__ = ("moved", "part", "worth")
+
+    def __init__(self, part: ExpertSlice) -> None:
+        super().__init__(f"{part.weight}[{part.expert}]", part.memory_nbytes, stored=True)
+        self.part = part
+        self.moved = False
+        """Whether the part lies where it is used. After a read it lies where a direct read put it."""
+        self.worth = float("-inf")
+        """Logarithm of how often and how recently tokens have chosen the expert: see :class:`ExpertCache`."""
+
+
+class ExpertReader:
+    """Reads parts of weights from files that stay open. Not thread-safe.
+
+    Args:
+        engine: Reads the files.
+        parts: The parts that will be read.
+
+    Raises:
+        OSError: If a file cannot be opened.
+    """
+
+    def __init__(self, engine: Engine, parts: Iterable[ExpertSlice]) -> None:
+        self.bytes_read = 0
+        """Bytes of all reads started so far, with the pages around them."""
+        self._engine = engine
+        paths = dict.fromkeys(path for part in parts for path, _, _ in part.ranges)
+        self._versions = {path: file_version(path) for path in paths}
+        self._files: dict[str, File] = {path: engine.open(path) for path in paths}
+
+    def read(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Start reading a block's part of a weight into ``buffer``, which begins at a page; return at once.
+
+        Raises:
+            CorruptCheckpoint: If a file was replaced, or written to, since this object was made.
+            OSError: If a file cannot be read.
+        """
+        assert isinstance(block, ExpertBlock)
+        part = block.part
+        block.moved = part.place == part.start
+        for path in {each.path for each in part.ranges}:
+            if file_version(path) != self._versions[path]:
+                raise CorruptCheckpoint(path, "the file was replaced or changed since the experts were offloaded")
+        at, pieces = part.start, []
+        for each in part.ranges:
+            pieces.append((self._files[each.path], each.offset, buffer[at : at + each.nbytes]))
+            at += each.nbytes
+        if len(part.ranges) == 1:
+            begin, end = self._whole_pages(part.ranges[0], part.start)
+            pieces = [(self._files[part.ranges[0].path], begin, buffer[: end - begin])]
+        files, offsets, tensors = zip(*pieces, strict=True)
+        self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        if len(tensors) == 1:
+            return self._engine.read(tensors[0], files[0], offsets[0])
+        return self._engine.read_many(tensors, files, offsets)
+
+    def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
+        """Raise RuntimeError: experts are only read."""
+        raise RuntimeError(f"{block!r} cannot be written: experts are only read")
+
+    def close(self) -> None:
+        """Close the files. Reads must have ended."""
+        for file in self._files.values():
+            file.close()
+
+    def _whole_pages(self, wanted: FileRange, start: int) -> tuple[int, int]:
+        """Return the range of whole pages around ``wanted``, up to the end of the file: read without a copy of their ends.
+
+        ``start``: bytes of memory before those of ``wanted``; 0 if the range has to begin where it is, or begins at a page.
+        """
+        end = wanted.offset - start + padded(start + wanted.nbytes)
+        return wanted.offset - start, min(end, self._versions[wanted.path][2])
+
+
+def explain(error: OSError, part: ExpertSlice) -> OSError:
+    """Return an error like ``error`` that also says which expert could not be read, and where it lies."""
+    path, offset, nbytes = part.ranges[min(getattr(error, "indices", None) or [0])]
+    text = f"{error.strerror or error}: {part} could not be read, {nbytes} bytes at offset {offset}"
+    if isinstance(error, CorruptCheckpoint):
+        return CorruptCheckpoint(error.filename, text)
+    return OSError(error.errno or errno.EIO, text, os.fspath(error.filename or path))

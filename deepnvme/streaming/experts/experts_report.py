@@ -1,0 +1,63 @@
+"""Counters of experts that are read on demand: how often they were in memory when they were chosen, and the bytes read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepnvme.telemetry.report_figures import ReportFigures
+
+
+@dataclass(frozen=True)
+class LayerUses:
+    """Uses of the experts of one layer. An expert that several tokens of one call choose is used once in the call."""
+
+    chosen: int
+    """Experts used."""
+    hits: int
+    """Experts among them whose weights were all in memory when the layer was called."""
+
+    @property
+    def read(self) -> int:
+        """Experts that were read, as a whole or in part."""
+        return self.chosen - self.hits
+
+
+@dataclass(frozen=True)
+class ExpertsReport(ReportFigures):
+    """Counters of :class:`OffloadedExperts` since the experts were offloaded or the counters last reset.
+
+    ``str()`` returns the report as text, in which a MB is 10^6 bytes, and ``as_dict()`` its numbers.
+    """
+
+    layers: Mapping[str, LayerUses]
+    """Uses by the name of the module that has the experts."""
+    tokens: int
+    """Tokens that the layer with the most tokens has routed. 0 if experts are modules of their own."""
+    bytes_read: int
+    """Bytes read from the drive."""
+    bytes_missed: int
+    """Bytes of the experts' weights that were chosen while they were not in memory. The rest of ``bytes_read`` is pages around
+    weights, and experts read ahead that an error then kept from being used."""
+    seconds_waited: float
+    """Seconds that layers waited for their experts."""
+    memory_budget: int
+    """Most bytes of experts that are in memory."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the experts used that were in memory when the layer was called; 0 if none was used."""
+        chosen = sum(layer.chosen for layer in self.layers.values())
+        return sum(layer.hits for layer in self.layers.values()) / chosen if chosen else 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes read for a token; 0 without tokens."""
+        return self.bytes_read / self.tokens if self.tokens else 0.0
+
+    def __str__(self) -> str:
+        chosen = sum(layer.chosen for layer in self.layers.values())
+        return (
+            f"{self.tokens} tokens used {chosen} experts, {self.hit_rate:.1%} of them in memory; read"
+            f" {self.bytes_read / 1e6:.1f} MB ({self.bytes_per_token / 1e6:.1f} MB a token); waited {self.seconds_waited:.3f} s"
+        )

@@ -1,0 +1,274 @@
+"""Experts on demand: after the router, the chosen experts of a mixture are read from the checkpoint's files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.drives.profiles import engine_for
+from deepnvme.memory.alignment import padded
+from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.host import trim_heap
+from deepnvme.model.weight_differences import WeightInfo
+from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.replaced_forward import ReplacedForward
+from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
+
+from .expert_cache import HALF_LIFE, ExpertCache, note_uses
+from .expert_files import Checkpoint, slices_in
+from .expert_layers import ExpertLayer, expert_layers
+from .expert_reader import ExpertBlock, ExpertReader
+from .experts_report import ExpertsReport, LayerUses
+from .unread_experts import UnreadExperts, UnreadWeight
+
+if TYPE_CHECKING:
+    from deepnvme.drives.aio_config import AioConfig
+
+_IN_FLIGHT_BYTES = 32 << 20
+"""Most bytes that each of a drive's workers reads at a time. So experts arrive one after the other, and the first can compute."""
+
+
+def offload_experts(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    memory_budget: MemoryBudget = "auto",
+    modules: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    aio_config: AioConfig | None = None,
+) -> OffloadedExperts:
+    """Read the experts of a mixture from its checkpoint when tokens have chosen them, and keep in memory those used most.
+
+    >>> with deepnvme.streaming.offload_experts(model, "checkpoint/", memory_budget="4GB") as experts, torch.inference_mode():
+    ...     model.generate(input_ids)
+    ...     print(experts.report())
+
+    The experts' weights in the model are replaced by placeholders. A call of a layer reads each chosen expert that is not in
+    memory once, for all tokens that chose it, in the order in which experts are computed; the next is read while one computes.
+    Weights of other modules stay as they are: in memory, or streamed if :func:`stream` is called afterwards. No file is written.
+
+    The model's results are bit-identical to those with all weights in memory, whichever of transformers' implementations of
+    experts the model has: eager, grouped_mm or batched_mm. Calls from several threads take turns, layer by layer. Experts get no
+    gradients. Gradients flow to the inputs of packed experts that are computed one by one (eager), whose weights then stay in
+    memory until the backward; others raise RuntimeError in the backward.
+
+    Args:
+        model: A module on the CPU, a CUDA device or the meta device. The weights of its experts are released.
+        checkpoint: Path of the checkpoint of this model, as for :meth:`WeightStore.build`; or a mapping of the names in the model
+            to places in files. The files must not change until :meth:`OffloadedExperts.close`.
+        memory_budget: Most bytes of experts in memory, or "8GB", "50%", "auto", see :data:`deepnvme.memory.MemoryBudget`. With
+            less than that, there is still memory for two parts of experts: one that is used and one that is read.
+        modules: Names of the modules that have experts, or patterns such as "model.layers.*.mlp.experts", in which ``*`` stands
+            for one part of a name. A module with parameters of 3 dimensions has packed experts: it indexes them by number. Any
+            other module is one expert. None: all modules that transformers calls experts, and children of lists named "experts".
+        device: Where the model computes; None for the device of its weights, or the CPU if they are on the meta device.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Returns:
+        A context manager that ends the offload, see :meth:`OffloadedExperts.close`.
+
+    Raises:
+        ValueError: If the model has no such modules; or if the checkpoint has the experts in a form that has to be converted,
+            such as quantised.
+        WeightMismatch: If the checkpoint lacks experts of the model, or has them in another shape.
+        CorruptCheckpoint: If a file is damaged, or ends before an expert does.
+        RuntimeError: If the model's experts are offloaded or streamed already.
+        OSError: If a file cannot be opened.
+    """
+    return OffloadedExperts(model, checkpoint, memory_budget, modules, device, aio_config)
+
+
+class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
+    """The experts of a model that are read on demand: reports on them, and ends the offload. Made by :func:`offload_experts`.
+
+    As a context manager it calls :meth:`close` on exit. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        memory_budget: MemoryBudget,
+        modules: Sequence[str] | None,
+        device: torch.device | str | None,
+        aio_config: AioConfig | None,
+    ) -> None:
+        budget = budget_bytes(memory_budget, "memory_budget")
+        self._model, self._process = type(model).__name__, os.getpid()
+        self._device = None if device is None else torch.device(device)
+        self._layers = expert_layers(model, modules)
+        _check_in_module(self._layers)
+        numbers = {name: layer.number for layer in self._layers for name in layer.weights}
+        slices = slices_in(model, checkpoint, numbers)
+        self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
+        blocks = list(itertools.chain.from_iterable(self._blocks.values()))
+        largest, total = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks)
+        self._budget = min(max(budget, 2 * largest), total)
+        paths = {each.path for block in blocks for each in block.part.ranges}
+        self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
+        self._reader = ExpertReader(self._engine, [block.part for block in blocks])
+        self._cache = ExpertCache(self._reader, padded(self._budget))
+        self._lock = threading.RLock()
+        self._running = 0  # identifier of the thread in whose call of a layer experts are read; 0 if there is none
+        self._ended = False
+        self._tokens: dict[str, int] = {layer.name: 0 for layer in self._layers}
+        self.reset()
+        self._requires_grad = {name for layer in self._layers for name, weight in layer.tensors() if weight.requires_grad}
+        with defer_interrupts():
+            for layer in self._layers:
+                self._replace(layer)
+        trim_heap()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {self._model}",
+            lambda: f"memory_budget={size_for_people(self._budget)}",
+            lambda: state_text(self._ended, self._process),
+        )
+
+    def report(self) -> ExpertsReport:
+        """Return the counters since the experts were offloaded or last :meth:`reset`.
+
+        Waits until a call of a layer in another thread has ended.
+        """
+        with self._lock:
+            return ExpertsReport(
+                layers={name: LayerUses(*uses) for name, uses in self._uses.items()},
+                tokens=max(self._tokens[name] - before for name, before in self._tokens_before.items()),
+                bytes_read=self._reader.bytes_read - self._read_before,
+                bytes_missed=self._missed,
+                seconds_waited=self._cache.seconds_waited - self._waited_before,
+                memory_budget=self._budget,
+            )
+
+    def reset(self) -> None:
+        """Set the report's counters to zero. Waits until a call of a layer in another thread has ended."""
+        with self._lock:
+            self._uses = {layer.name: [0, 0] for layer in self._layers}
+            self._missed = 0
+            self._tokens_before = dict(self._tokens)
+            self._read_before, self._waited_before = self._reader.bytes_read, self._cache.seconds_waited
+
+    def close(self, restore: bool = False) -> None:
+        """End the offload: release the memory, close the files, and restore the modules' forwards. Idempotent.
+
+        Waits for a call of a layer in another thread and for reads in flight. If reading fails or is interrupted, the experts
+        are still offloaded.
+
+        Args:
+            restore: False leaves placeholders for the experts' weights. True reads all experts into newly allocated memory, which
+                has to be large enough, and leaves the model as if its experts had never been offloaded.
+
+        Raises:
+            RuntimeError: If called within a forward of a layer.
+            OSError: If reading fails.
+        """
+        if self._running == threading.get_ident():
+            raise RuntimeError("close() within the forward of a layer: its experts are in use")
+        with self._lock:
+            if self._ended:
+                return
+            whole = {name: self._whole(layer, name) for layer in self._layers for name in layer.weights} if restore else {}
+            self._cache.close()
+            with defer_interrupts(), contextlib.ExitStack() as closing:
+                closing.callback(self._engine.close)
+                closing.callback(self._reader.close)
+                self._ended = True
+                for layer in self._layers:
+                    layer.unwrap()
+                    for name, weight in whole.items():
+                        if name in layer.weights:
+                            layer.put(name, nn.Parameter(weight, requires_grad=name in self._requires_grad))
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _replace(self, layer: ExpertLayer) -> None:
+        """Replace a layer's weights by placeholders, and its forward by one that reads experts."""
+        for name, weight in layer.tensors():
+            device = self._device or (torch.device("cpu") if weight.is_meta else weight.device)
+            info, read = WeightInfo.of(weight), functools.partial(self._read, layer, name)
+            if layer.number is None:
+                layer.put(name, UnreadExperts.make(name, layer.name, info, device, read))
+            else:
+                layer.put(name, UnreadWeight.make(name, layer.name, info, device, functools.partial(read, 0)))
+        layer.wrap(ReplacedForward(self._called, layer.module.forward, functools.partial(self._run, layer)))
+
+    def _called(self, call: Callable[[], Any]) -> Any:
+        """Run the forward of a layer, one at a time. Raises RuntimeError if the offload has ended."""
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("the experts of this model are not read any more: their OffloadedExperts was closed")
+            try:
+                self._running = threading.get_ident()
+                return call()
+            finally:
+                self._running = 0
+
+    def _run(self, layer: ExpertLayer, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward of a layer, after starting to read the experts that its arguments choose."""
+        chosen, tokens = layer.chosen(args, kwargs)
+        with torch._C._DisableFuncTorch():
+            self._note(layer, chosen, tokens)
+            self._cache.end_use()  # of a call that was interrupted
+            self._cache.expect([self._blocks[name][expert] for name, expert in layer.order(list(chosen))])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._cache.end_use()
+            self._cache.expect(())
+
+    def _note(self, layer: ExpertLayer, chosen: Mapping[int, int], tokens: int) -> None:
+        """Count the uses of experts, and make the chosen ones more worth keeping."""
+        self._tokens[layer.name] += tokens
+        now = self._tokens[layer.name]
+        counts = self._uses[layer.name]
+        for expert, uses in chosen.items():
+            blocks = [self._blocks[name][expert] for name in layer.weights]
+            missed = [block.part.info.nbytes for block in blocks if not block.in_memory]
+            counts[0] += 1
+            counts[1] += not missed
+            self._missed += sum(missed)
+            note_uses(dict.fromkeys(blocks, uses * min(1, HALF_LIFE / max(tokens, 1))), now)  # a long prompt counts as its end
+
+    def _read(self, layer: ExpertLayer, name: str, number: int) -> torch.Tensor:
+        """Return an expert's weight, within a call of its layer."""
+        if self._running != threading.get_ident():
+            raise RuntimeError(
+                f"{name!r} has experts that are read in the forward of {layer.name!r}: use them there, or close(restore=True) the"
+                " OffloadedExperts first"
+            )
+        return self._cache.weight(self._blocks[name][number])
+
+    def _whole(self, layer: ExpertLayer, name: str) -> torch.Tensor:
+        """Read a whole weight into new memory. Blocks."""
+        placeholder: Placeholder = layer.tensor(name)
+        blocks = self._blocks[name]
+        with torch.inference_mode(False), torch.no_grad():
+            whole = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
+            places: Iterator[torch.Tensor] = iter(whole) if layer.number is None else iter([whole])
+            self._cache.expect(blocks)
+            for block, place in zip(blocks, places, strict=True):
+                place.copy_(self._cache.weight(block))
+            self._cache.end_use()
+        return whole
+
+
+def _check_in_module(layers: Sequence[ExpertLayer]) -> None:
+    """Raise RuntimeError if the weights of experts are not in the modules, but streamed or offloaded already."""
+    for layer in layers:
+        for name, weight in layer.tensors():
+            if isinstance(weight, Placeholder):
+                raise RuntimeError(
+                    f"{name!r} is streamed or offloaded already: close() that first; to stream others, stream last"
+                )

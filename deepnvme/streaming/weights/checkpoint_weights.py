@@ -1,0 +1,338 @@
+"""A checkpoint's weights, streamed from the checkpoint's own files. Nothing is written.
+
+The weights of a block usually lie next to each other in a file, but begin at any byte: of 324 tensors of a checkpoint, all
+began at 8 mod 64. A direct read without a copy has to begin and end at pages. So neighbouring weights are read as one *run*,
+which is widened to whole pages: at most 8 KiB more than the weights. An extent is the runs of its weights, one after another.
+
+    file      |....aaaaaaaabbbb|bbbbbbbbcccccc..|   a, b, c: weights of one block; |: multiples of 4096
+    extent    |....aaaaaaaabbbb|bbbbbbbbcccccc..|   the model's weights are views of this memory
+
+A weight that the model wants in another form is copied after the read: see :attr:`Weight.elements`. The pieces of a weight that
+are several tensors in the files, such as the experts of a mixture, are read right where they belong in it. The engine copies
+them on the way, since they begin at other places of a page in memory than in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from deepnvme.checkpoint.file_io import Version, file_version
+from deepnvme.checkpoint.formats.elements import Elements
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import Location, OpenFiles, files_of, weights_in
+from deepnvme.drives.profiles import engine_for
+from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.memory.lease import Transfer
+from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides
+from deepnvme.model.structure import find_ties
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described
+from deepnvme.telemetry.descriptions import representation, shorten, size_for_people, state_text
+from deepnvme.transfer.gather import Transfers
+
+from .build_pipeline import structure_for
+from .extent_store import ExtentStore
+from .manifest import Extent, Weight
+from .weight_store import IN_FLIGHT_BYTES
+
+if TYPE_CHECKING:
+    from deepnvme.drives.aio_config import AioConfig
+
+_DEVICE_ALIGNMENT = 16
+"""Bytes. Least alignment of weights on a CUDA device, whose libraries choose other kernels for less."""
+
+
+class Run(NamedTuple):
+    """Bytes of a file that are read at once: neighbouring weights, widened to whole pages; or a piece of a merged weight."""
+
+    path: str
+    """Path of the file."""
+    offset: int
+    """Where the run begins in the file, in bytes."""
+    nbytes: int
+    """Bytes of the run."""
+    place: int
+    """Where the run begins in the extent, or the piece in its weight, in bytes."""
+
+
+class MergedWeight(NamedTuple):
+    """A weight that is several tensors in files, which follow one another in memory."""
+
+    info: WeightInfo
+    """Shape of the weight, and the dtype of all its pieces."""
+    pieces: tuple[Run, ...]
+    """The pieces. Their places, from the start of the weight, cover it without gaps."""
+
+
+Place = torch.Tensor | Location | MergedWeight
+"""Where a weight lies. A tensor stands only for a weight without elements."""
+
+
+class CheckpointWeights(ExtentStore):
+    """A model's weights where they lie in checkpoint files. Reads them; writes nothing. Thread-safe.
+
+    A file that was written to, replaced or removed since ``versions`` were taken makes the reads of its weights fail.
+
+    Args:
+        weights: Where each weight of the model lies, by name.
+        versions: Version of each file, taken before its header was read: see :func:`file_version`.
+        model: The model that the weights are for. It may be on the meta device. Floating-point weights of other dtypes are
+            converted to the model's as they are read.
+        device: Where the model computes.
+        aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
+
+    Raises:
+        WeightMismatch: If the weights are not those of ``model``.
+        TypeError: If a weight is of a kind that cannot be streamed, such as a sparse tensor; or if ``aio_config`` is not an
+            AioConfig.
+        OSError: If the kernel refuses the backend that ``aio_config`` names.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Place],
+        versions: Mapping[str, Version],
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        aio_config: AioConfig | None = None,
+    ) -> None:
+        _check_located(weights, versions)
+        self._versions = dict(versions)
+        self._process = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._engine = engine_for({os.path.dirname(path) or "." for path in versions}, aio_config, IN_FLIGHT_BYTES)
+        try:
+            self._files = OpenFiles(self._engine)
+            found = {name: _info_of(weight) for name, weight in weights.items()}
+            structure, names = structure_for(found, find_ties(weights, _identity), model)
+            alignment = _DEVICE_ALIGNMENT if torch.device(device or "cpu").type == "cuda" else 1
+            infos = _wanted(found, model, names)
+            sizes = {path: version[_SIZE] for path, version in versions.items()}
+            extents, self._runs = {}, {}
+            for each in structure.extents():
+                inside = {name: (weights[names[name]], infos[name]) for name in each.weights}
+                extents[each.name], self._runs[each.name] = lay_out(each.name, inside, sizes, alignment)
+        except BaseException:
+            self._engine.close()
+            raise
+        super().__init__(extents, structure.needs(), structure.ties)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        aio_config: AioConfig | None = None,
+    ) -> CheckpointWeights:
+        """Find a model's weights in a checkpoint. Blocks while headers are read.
+
+        Args:
+            checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+            model: As for the constructor.
+            device: As for the constructor.
+            aio_config: As for the constructor.
+
+        Raises:
+            Exception: Any error of the constructor and of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+        """
+        versions: dict[str, Version] = {}
+        for path in files_of(checkpoint):
+            with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
+                versions[path] = file_version(path)
+        return cls(weights_in(checkpoint), versions, model, device, aio_config)
+
+    @property
+    def title(self) -> str:
+        """What the weights are read from, for error messages."""
+        return f"the checkpoint in {shorten(map(repr, self._versions))}"
+
+    def read(self, extent: str, out: torch.Tensor) -> Transfer:
+        """Start reading an extent; return at once.
+
+        Args:
+            extent: Name of the extent.
+            out: ``extents[extent].nbytes`` bytes (uint8) on the CPU. They must not be touched until the transfer is done.
+
+        Returns:
+            The transfer. Its error, if any, is an OSError that names the file: CorruptCheckpoint if the file was changed or
+            cut off since the weights were located.
+
+        Raises:
+            KeyError: If there is no such extent.
+            OSError: If a file cannot be opened, or was cut off.
+            ValueError: If this object is closed.
+        """
+        runs = self._runs[extent]
+        started = Transfers()
+        with self._lock:
+            for run in runs:
+                try:
+                    started.start(self._files.read, run.path, run.offset, out[run.place : run.place + run.nbytes])
+                except OSError as error:
+                    self._check_unchanged([run.path], error)
+                    raise
+        return _CheckedRead(started, self, list(dict.fromkeys(run.path for run in runs)))
+
+    def verifies(self, extent: str) -> bool:
+        """Return True: after each read, the versions of the extent's files are compared."""
+        return True
+
+    def close(self) -> None:
+        """Wait for reads in flight, and close the files. Idempotent."""
+        self._closed = True
+        with self._lock:
+            self._files.close()
+        self._engine.close()
+
+    def __repr__(self) -> str:
+        return representation(
+            self,
+            lambda: f"of {shorten(map(repr, self._versions))}",
+            lambda: f"{len(self.weights)} weights, {len(self.blocks)} blocks",
+            lambda: size_for_people(self.nbytes),
+            lambda: state_text(self._closed, self._process),
+        )
+
+    def _check_unchanged(self, paths: Sequence[str], cause: BaseException | None = None) -> None:
+        """Raise CorruptCheckpoint if one of the files is no longer the one in which the weights were located.
+
+        Raises FileNotFoundError if a file is gone. ``cause`` becomes the cause of the error.
+        """
+        for path in paths:
+            if file_version(path) != self._versions[path]:
+                why = "it was changed while its weights were streamed: load the model again"
+                raise CorruptCheckpoint(path, why) from cause
+
+
+class _CheckedRead:
+    """The reads of an extent's runs as one transfer, whose :meth:`exception` also finds out whether a file was changed."""
+
+    def __init__(self, reads: Transfers, store: CheckpointWeights, paths: Sequence[str]) -> None:
+        self._reads, self._store, self._paths = reads, store, paths
+
+    def done(self) -> bool:
+        """Return whether all reads have ended. Never blocks."""
+        return self._reads.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for all reads. Return the first error, or one that says that a file was changed; None if there is none."""
+        error = self._reads.exception(timeout)
+        try:
+            self._store._check_unchanged(self._paths, error)
+        except OSError as changed:
+            return changed
+        return error
+
+
+_SIZE = 2
+"""Index of a file's size in its :data:`Version`."""
+
+
+def _check_located(weights: Mapping[str, Place], versions: Mapping[str, Version]) -> None:
+    """Check that each weight with elements lies in a file whose version is known.
+
+    Raises:
+        TypeError: If a weight with elements is in memory.
+        CorruptCheckpoint: If the version of a weight's file is not known.
+    """
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor):
+            check_storable(name, weight)
+            if weight.numel():
+                text = f"weight {name!r} lies in no file as it is in memory, so it cannot be streamed: build a WeightStore"
+                raise TypeError(text)
+            continue
+        for path in [weight.path] if isinstance(weight, Location) else [piece.path for piece in weight.pieces]:
+            if path not in versions:
+                raise CorruptCheckpoint(path, "the checkpoint was changed while it was opened: load the model again")
+
+
+def _info_of(weight: Place) -> WeightInfo:
+    """Return the dtype and shape of a weight in its file."""
+    return WeightInfo.of(weight) if isinstance(weight, torch.Tensor) else weight.info
+
+
+def _identity(weight: Place) -> object:
+    """Return a key that is equal for tied weights: the place in files. None for a weight without elements."""
+    return None if isinstance(weight, torch.Tensor) or not weight.info.nbytes else weight
+
+
+def _wanted(found: Mapping[str, WeightInfo], model: nn.Module, names: Mapping[str, str]) -> dict[str, WeightInfo]:
+    """Return the dtype and shape that the model wants of each weight, by the weight's first name.
+
+    Args:
+        found: Dtype and shape of the weights in the files.
+        model: The model.
+        names: The name in ``found`` of each weight.
+
+    Raises:
+        WeightMismatch: If dtypes differ that are not both of floating point.
+    """
+    infos, _ = described(model)
+    wanted = {name: infos[name] for name in names}
+    wrong = [
+        f"dtype: {name!r} should be {info}, found {found[names[name]]}"
+        for name, info in wanted.items()
+        if info.dtype != (dtype := found[names[name]].dtype) and not (info.dtype.is_floating_point and dtype.is_floating_point)
+    ]
+    if wrong:
+        raise WeightMismatch(f"these are not the weights of {type(model).__name__}", wrong)
+    return wanted
+
+
+def lay_out(
+    name: str, weights: Mapping[str, tuple[Place, WeightInfo]], sizes: Mapping[str, int], alignment: int = 1
+) -> tuple[Extent, tuple[Run, ...]]:
+    """Return an extent of weights in files, and the runs to read for it. Merged weights come last.
+
+    Args:
+        name: Name of the extent.
+        weights: For each weight, by name: where it lies, and the dtype and shape that the model wants.
+        sizes: Bytes of the files, by path.
+        alignment: Least alignment in bytes that the model wants of a weight, besides the size of the dtype.
+    """
+    located = {weight: each for weight, (each, _) in weights.items() if isinstance(each, Location) and each.info.nbytes}
+    ranges = sorted((each.path, each.offset, each.offset + _span(each), weight) for weight, each in located.items())
+    runs: list[Run] = []
+    placed: list[Weight] = []
+    for path, begin, end, weight in ranges:
+        first, last = begin // PAGE * PAGE, min(padded(end, PAGE), sizes[path])
+        run = runs[-1] if runs else None
+        if run is not None and run.path == path and first <= run.offset + run.nbytes:
+            runs[-1] = run = run._replace(nbytes=max(run.nbytes, last - run.offset))
+        else:
+            run = Run(path, first, last - first, 0 if run is None else padded(run.place + run.nbytes, PAGE))
+            runs.append(run)
+        offset = run.place + begin - run.offset
+        placed.append(_placed(weight, located[weight], weights[weight][1], offset, alignment))
+    end = padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
+    for weight, (each, info) in weights.items():
+        if weight in located:
+            continue
+        if isinstance(each, MergedWeight):
+            runs += [piece._replace(place=end + piece.place) for piece in each.pieces]
+        placed.append(_placed(weight, each, info, end, alignment))
+        end = padded(placed[-1].end, PAGE)
+    return Extent(name, tuple(placed)), tuple(runs)
+
+
+def _placed(name: str, weight: Place, info: WeightInfo, offset: int, alignment: int) -> Weight:
+    """Return a weight at ``offset`` of its extent, to be copied if it does not lie there as the model wants it."""
+    there = _info_of(weight)
+    elements = weight.elements if isinstance(weight, Location) else None
+    found = elements or Elements(0, *there, contiguous_strides(there.shape))
+    ready = found.dtype == info.dtype and found.contiguous and not offset % max(info.dtype.itemsize, alignment)
+    return Weight(name, info, offset, elements=None if ready else found)
+
+
+def _span(location: Location) -> int:
+    """Return the bytes in the file from a weight's first element to the end of its last."""
+    return location.info.nbytes if location.elements is None else location.elements.nbytes

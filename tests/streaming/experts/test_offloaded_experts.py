@@ -1,0 +1,312 @@
+"""Experts that are read on demand compute what they do in memory, whatever their files look like and whatever goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import Location
+from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+from deepnvme.streaming import OffloadedExperts, WeightStore, offload_experts, stream
+
+from ...support.engines import transfers_through
+from ...support.interrupts import ctrl_c_every, ctrl_c_in_a_wait_for
+
+EXPERTS, WIDTH, LAYERS = 8, 32, 3
+PART = 2 * 4096
+"""Bytes of memory for an expert's part of a weight, whose 4096 bytes lie across a boundary of pages in the file."""
+
+
+class Packed(nn.Module):
+    """Experts that are stacked, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(hidden)
+        for expert in chosen.unique():
+            rows = (chosen == expert).any(dim=-1)
+            result[rows] = result[rows] + (hidden[rows] @ self.up[expert] + self.bias[expert]).relu() @ self.down[expert]
+        return result
+
+
+class Separate(nn.Module):
+    """Experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(EXPERTS))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(hidden)
+        for expert in chosen.unique():
+            rows = (chosen == expert).any(dim=-1)
+            result[rows] = result[rows] + self.experts[expert](hidden[rows])
+        return result
+
+
+class Mixture(nn.Module):
+    """Layers with a router each."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(LAYERS))
+        self.mixtures = nn.ModuleList(kind() for _ in range(LAYERS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for router, mixture in zip(self.routers, self.mixtures, strict=True):
+            hidden = hidden + mixture(hidden, router(hidden).topk(2).indices)
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        return hidden
+
+
+class World:
+    """A mixture in memory, its checkpoint, and another of the same weights whose experts are offloaded."""
+
+    def __init__(self, kind: type[nn.Module], directory: Path) -> None:
+        self.memory = Mixture(kind).eval()
+        self.path = directory / "model.safetensors"
+        save_file(self.memory.state_dict(), self.path)
+        self.offloaded = copy.deepcopy(self.memory)
+
+    def offload(self, memory_budget: int = 4 * PART, **options: Any) -> OffloadedExperts:
+        patterns = ["mixtures.*"] if isinstance(self.memory.mixtures[0], Packed) else None
+        return offload_experts(self.offloaded, self.path.parent, memory_budget=memory_budget, modules=patterns, **options)
+
+    def check(self, seed: int = 0, rows: int = 5) -> None:
+        torch.manual_seed(seed)
+        hidden = torch.randn(rows, WIDTH)
+        with torch.inference_mode():
+            assert torch.equal(self.offloaded(hidden), self.memory(hidden))
+
+
+@pytest.fixture
+def packed(drive: Path) -> World:
+    return World(Packed, drive)
+
+
+@pytest.fixture(params=[Packed, Separate])
+def world(request: pytest.FixtureRequest, drive: Path) -> World:
+    return World(request.param, drive)
+
+
+@pytest.mark.parametrize("budget", [0, 2 * PART, 5 * PART, 1 << 30])
+def test_results_are_those_of_the_model_in_memory(world: World, budget: int) -> None:
+    with world.offload(budget):
+        for seed in range(8):
+            world.check(seed, rows=1 + 4 * (seed % 2))
+
+
+def test_each_chosen_expert_is_read_once_for_all_tokens_and_the_others_not_at_all(packed: World) -> None:
+    with packed.offload(2 * PART) as experts:
+        packed.check(rows=40)
+        report = experts.report()
+        chosen = sum(layer.chosen for layer in report.layers.values())
+        assert report.bytes_missed == chosen * 2 * WIDTH * WIDTH * 4
+        assert report.tokens == 40
+        assert report.bytes_missed <= report.bytes_read <= chosen * 2 * PART
+        experts.reset()
+        packed.check(rows=1)
+        assert sum(layer.chosen for layer in experts.report().layers.values()) == 2 * LAYERS
+
+
+def test_experts_that_are_in_memory_are_not_read_again(packed: World) -> None:
+    with packed.offload(1 << 30) as experts:
+        packed.check()
+        experts.reset()
+        packed.check()
+        report = experts.report()
+        assert report.bytes_read == 0
+        assert report.hit_rate == 1
+        assert all(layer.read == 0 and layer.chosen for layer in report.layers.values())
+
+
+def test_experts_that_tokens_choose_often_stay_in_memory(packed: World) -> None:
+    """Also while others are chosen once each, which would drop the experts used longest ago."""
+    layer = packed.offloaded.mixtures[0]
+    often, seldom = torch.tensor([[0, 1]]), [torch.tensor([[expert, expert + 1]]) for expert in (2, 4, 6)]
+    with packed.offload(10 * PART) as experts, torch.inference_mode():
+        for _ in range(5):
+            layer(torch.randn(1, WIDTH), often)
+        for chosen in seldom:
+            layer(torch.randn(1, WIDTH), chosen)
+        experts.reset()
+        layer(torch.randn(1, WIDTH), often)
+        assert experts.report().layers["mixtures.0"].hits == 2
+
+
+def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
+    with world.offload() as experts, WeightStore.build(world.offloaded, tmp_path / "store") as store:
+        assert not any("down" in name or ".experts." in name for name in store.weights)
+        with stream(world.offloaded, store):
+            world.check()
+        assert experts.report().bytes_read > 0
+
+
+def test_gradients_reach_the_inputs(packed: World) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(4, WIDTH)
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    packed.memory.requires_grad_(False)
+    with packed.offload(1 << 30):
+        for model, each in zip((packed.memory, packed.offloaded), inputs, strict=True):
+            model(each).square().sum().backward()
+    assert torch.equal(*[each.grad for each in inputs])
+
+
+def test_weights_in_another_dtype_than_the_model_are_converted(world: World) -> None:
+    world.memory.bfloat16()
+    world.offloaded.bfloat16()
+    with world.offload(), torch.inference_mode():
+        hidden = torch.randn(5, WIDTH, dtype=torch.bfloat16)
+        assert torch.equal(world.offloaded(hidden), world.memory(hidden))
+
+
+def test_closing_may_restore_the_weights(world: World) -> None:
+    with world.offload() as experts:
+        world.check()
+        experts.close(restore=True)
+    world.check()
+    assert all(map(torch.equal, world.offloaded.state_dict().values(), world.memory.state_dict().values()))
+    assert all(weight.requires_grad for weight in world.offloaded.parameters())
+    with world.offload():
+        world.check()
+
+
+def test_threads_take_turns(world: World) -> None:
+    with world.offload(3 * PART), ThreadPoolExecutor(3) as pool:
+        torch.manual_seed(0)
+        inputs = [torch.randn(3, WIDTH) for _ in range(12)]
+
+        def run(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+            return torch.inference_mode()(model.__call__)
+
+        results = list(pool.map(run(world.offloaded), inputs))
+        assert all(map(torch.equal, results, map(run(world.memory), inputs)))
+
+
+def test_two_models_read_one_checkpoint(world: World) -> None:
+    with world.offload():
+        first, world.offloaded = world.offloaded, copy.deepcopy(world.memory)
+        with world.offload():
+            world.check()
+            world.offloaded = first
+            world.check()
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_a_read_that_fails_names_layer_expert_file_and_offset_and_the_next_call_works(
+    world: World, faulty: Any, backends: list[str]
+) -> None:
+    with world.offload():
+        world.check()
+        with transfers_through(faulty(backends[0], error=errno.EIO, error_every=1)):
+            with pytest.raises(OSError, match=r"expert \d of 'mixtures\.\d.* at offset \d+") as raised:
+                world.check(1)
+            assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(world.path))
+        world.check()
+
+
+def test_ctrl_c_in_a_wait_leaves_a_model_that_works(world: World) -> None:
+    with world.offload():
+        with ctrl_c_in_a_wait_for("read"), pytest.raises(KeyboardInterrupt):
+            world.check()
+        world.check()
+
+
+def test_ctrl_c_anywhere_leaves_a_model_that_works(packed: World) -> None:
+    with packed.offload():
+        heard = 0
+        for seed in range(40):
+            with ctrl_c_every(0.003) as presses:
+                try:
+                    packed.check(seed)
+                except KeyboardInterrupt:
+                    heard += 1
+            del presses
+            packed.check(seed)
+        assert heard
+
+
+def test_a_file_that_was_replaced_or_cut_off_is_named(packed: World) -> None:
+    with packed.offload():
+        packed.check()
+        data = packed.path.read_bytes()
+        os.truncate(packed.path, len(data) - 4096)
+        with pytest.raises(CorruptCheckpoint, match=r"changed.*expert") as raised:
+            packed.check(1)
+        assert raised.value.filename == str(packed.path)
+
+
+def test_an_expert_past_the_end_of_the_file_is_named_before_anything_is_read(packed: World) -> None:
+    os.truncate(packed.path, 4000)
+    places = {
+        f"mixtures.{layer}.{key}": Location(str(packed.path), 8, WeightInfo(torch.float32, (EXPERTS, WIDTH, WIDTH)))
+        for layer in range(LAYERS)
+        for key in ("up", "down")
+    }
+    with pytest.raises(CorruptCheckpoint, match=r"expert 0 of 'mixtures\.0' \(up\) .* byte 4104, and the file has 4000"):
+        offload_experts(packed.offloaded, places, memory_budget=4 * PART, modules=["mixtures.*"])
+    packed.check()  # all weights are still there
+
+
+def test_a_checkpoint_of_another_model_is_refused(packed: World) -> None:
+    packed.offloaded.mixtures[1].up = nn.Parameter(torch.randn(EXPERTS + 1, WIDTH, WIDTH))
+    packed.offloaded.mixtures[2].down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH + 1))
+    with pytest.raises(WeightMismatch, match=r"mixtures\.1\.up' should be .*\[9, (.|\n)*mixtures\.2\.down'"):
+        packed.offload()
+
+
+def test_quantised_experts_are_refused(packed: World, drive: Path) -> None:
+    save_file({name: weight.to(torch.float8_e4m3fn) for name, weight in packed.memory.state_dict().items()}, packed.path)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn.*quantised"):
+        packed.offload()
+
+
+@pytest.mark.parametrize("patterns", [None, ["mixtures.*", "layers.*"]])
+def test_a_model_without_experts_is_refused(packed: World, patterns: list[str] | None) -> None:
+    with pytest.raises(ValueError, match=r"no experts|'layers\.\*'"):
+        offload_experts(packed.offloaded, packed.path, memory_budget=4 * PART, modules=patterns)
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda model: model.state_dict(), "up"),
+        (copy.deepcopy, "copy|copied"),
+        (lambda model: model.mixtures[0].up * 2, r"mul.*'mixtures\.0\.up'"),
+        (lambda model: model.mixtures[0].up[1], r"read in the forward of 'mixtures\.0'"),
+        (lambda model: torch.compile(model.mixtures[0], backend="eager")(torch.randn(1, WIDTH), torch.tensor([[0]])), "compiled"),
+    ],
+)
+def test_what_would_need_all_experts_is_refused(packed: World, use: Callable[[nn.Module], object], text: str) -> None:
+    with packed.offload():
+        with pytest.raises(RuntimeError, match=text):
+            use(packed.offloaded)
+        packed.check()
+
+
+def test_experts_are_offloaded_once_and_not_used_after_the_end(packed: World) -> None:
+    with packed.offload(), pytest.raises(RuntimeError, match="offloaded already"):
+        packed.offload()
+    with pytest.raises(RuntimeError, match=re.escape("'mixtures.0.up'")):
+        packed.check()
