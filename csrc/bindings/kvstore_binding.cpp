@@ -1,0 +1,223 @@
+// The submodule `kvstore`: blocks by key on drives. deepnvme/kvstore keeps the memory of jobs, whose addresses are not checked.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bind_functions.h"
+#include "bindings/conversions.h"
+#include "bindings/session.h"
+#include "kvstore/block_store.h"
+
+namespace deepnvme::bindings {
+
+namespace {
+
+using namespace kvstore;
+using namespace nanobind::literals;
+
+constexpr auto kLookEvery = std::chrono::milliseconds(50);
+
+// Something with threads that wait for it, which a forked child must not take down.
+template <typename Shared>
+struct OfProcess {
+    std::shared_ptr<Shared> thing;
+    std::uint64_t generation = process_generation();
+
+    explicit OfProcess(std::shared_ptr<Shared> thing) : thing(std::move(thing)) {}
+    ~OfProcess() {
+        if (generation != process_generation()) new std::shared_ptr<Shared>(std::move(thing));
+    }
+    Shared& get() const {
+        if (generation != process_generation()) throw std::runtime_error("the store is the parent process's: a forked child cannot use it");
+        return *thing;
+    }
+};
+
+using Store = OfProcess<BlockStore>;
+using Ticket = OfProcess<Job>;
+
+Keys keys_of(nb::handle sequence) {
+    PyObject* listed = PySequence_Tuple(sequence.ptr());
+    if (!listed) throw nb::python_error();
+    const nb::tuple tuple = nb::steal<nb::tuple>(listed);
+    Keys keys;
+    for (std::size_t i = 0; i < tuple.size(); ++i) {
+        char* text = nullptr;
+        Py_ssize_t size = 0;
+        PyObject* key = PyTuple_GetItem(tuple.ptr(), static_cast<Py_ssize_t>(i));
+        if (!PyBytes_Check(key)) throw type_error("a key must be bytes, got " + name_of_type(key) + " at " + std::to_string(i));
+        if (PyBytes_AsStringAndSize(key, &text, &size) != 0) throw nb::python_error();
+        if (static_cast<std::size_t>(size) > kMostKeyBytes)
+            throw value_error("a key has at most " + std::to_string(kMostKeyBytes) + " bytes, got " + std::to_string(size) + " at " + std::to_string(i));
+        keys.add({text, static_cast<std::size_t>(size)});
+    }
+    return keys;
+}
+
+nb::list flags_of(const std::vector<std::uint8_t>& flags) {
+    nb::list all;
+    for (const std::uint8_t flag : flags) all.append(nb::bool_(flag != 0));
+    return all;
+}
+
+template <std::vector<std::uint8_t> (BlockStore::*method)(const Keys&)>
+nb::list changed_by(Store& self, nb::handle sequence) {
+    const Keys keys = keys_of(sequence);
+    std::vector<std::uint8_t> flags;
+    {
+        nb::gil_scoped_release release;
+        flags = (self.get().*method)(keys);
+    }
+    return flags_of(flags);
+}
+
+nb::list contained(Store& self, nb::handle sequence) {
+    const Keys keys = keys_of(sequence);
+    std::vector<std::uint8_t> flags;
+    {
+        nb::gil_scoped_release release;
+        flags = std::as_const(self.get()).contains(keys);
+    }
+    return flags_of(flags);
+}
+
+Ticket* submit_job(Store& self, Flag read, nb::handle sequence, nb::handle addresses, nb::handle lengths, int event) {
+    Keys keys = keys_of(sequence);
+    const BufferView views[] = {BufferView(addresses), BufferView(lengths)};
+    const auto where = numbers_in(views[0], "addresses"), nbytes = numbers_in(views[1], "lengths");
+    if (where.size() != keys.size() || nbytes.size() != keys.size())
+        throw value_error("there must be as many blocks as keys, got " + std::to_string(where.size()) + " and " + std::to_string(keys.size()));
+    std::vector<std::span<std::byte>> memory;
+    for (std::size_t i = 0; i < where.size(); ++i) memory.emplace_back(reinterpret_cast<std::byte*>(where[i]), nbytes[i]);
+    auto job = std::make_shared<Job>(read ? Job::Kind::get : Job::Kind::put, std::move(keys), std::move(memory), event);
+    auto ticket = std::make_unique<Ticket>(job);
+    self.get().submit(std::move(job));
+    return ticket.release();
+}
+
+bool wait_for_job(Ticket& self, double seconds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(seconds, 3e7));
+    while (!self.get().done()) {
+        const auto left = end - std::chrono::steady_clock::now();
+        if (left.count() <= 0) return false;
+        {
+            nb::gil_scoped_release release;
+            self.thing->wait_for(std::min<std::chrono::nanoseconds>(kLookEvery, std::chrono::duration_cast<std::chrono::nanoseconds>(left)));
+        }
+        if (!self.thing->done() && PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+    return true;
+}
+
+nb::dict figures_of(const Store& self) {
+    const Figures now = self.get().figures();
+    nb::dict all;
+    all["stored"] = now.stored;
+    all["duplicates"] = now.duplicates;
+    all["refused"] = now.refused;
+    all["write_errors"] = now.write_errors;
+    all["hits"] = now.hits;
+    all["misses"] = now.misses;
+    all["corrupt"] = now.corrupt;
+    all["read_errors"] = now.read_errors;
+    all["bytes_written"] = now.bytes_written;
+    all["bytes_read"] = now.bytes_read;
+    all["slots"] = now.slots;
+    all["used"] = now.used;
+    all["pinned"] = now.pinned;
+    all["set_aside"] = now.set_aside;
+    all["evictions"] = now.evictions;
+    all["index_bytes"] = now.index_bytes;
+    all["last_error"] = decoded(now.last_error);
+    return all;
+}
+
+// (address, rows, bytes from row to row, bytes of a row) of a buffer, whose rows are along its first dimension.
+nb::tuple rows_of(nb::handle object, Flag writable) {
+    const BufferView view(object);
+    if (writable && view->readonly) throw value_error("the memory of a block must not be read-only");
+    const std::int64_t rows = view->ndim > 0 ? view->shape[0] : 1, bytes = rows > 0 ? view->len / rows : 0;
+    std::int64_t dense = view->itemsize;
+    for (int i = view->ndim - 1; i > 0; dense *= view->shape[i--])
+        if (view->shape[i] > 1 && view->strides[i] != dense) throw value_error("a block must be contiguous");
+    return nb::make_tuple(reinterpret_cast<std::uintptr_t>(view->buf), rows, view->ndim > 0 ? view->strides[0] : bytes, bytes);
+}
+
+void bind_index(nb::module_& module) {
+    // What a store would have in its slots, without the blocks: for benchmarks of the policy, and for tests.
+    nb::class_<BlockIndex>(module, "BlockIndex")
+        .def(nb::init<Slot>(), "slots"_a)
+        .def(
+            "get",
+            [](BlockIndex& self, nb::handle sequence) {
+                const Keys keys = keys_of(sequence);
+                std::vector<std::uint8_t> flags(keys.size());
+                for (std::size_t i = keys.size(); i-- > 0;) {
+                    const Slot slot = self.find(hash_of(keys[i], 0));
+                    if ((flags[i] = slot != kNoSlot)) self.touch(slot);
+                }
+                return flags_of(flags);
+            },
+            "keys"_a)
+        .def(
+            "put",
+            [](BlockIndex& self, nb::handle sequence) {
+                const Keys keys = keys_of(sequence);
+                for (std::size_t i = keys.size(); i-- > 0;) {
+                    const KeyHash hash = hash_of(keys[i], 0);
+                    if (const Slot present = self.find(hash); present != kNoSlot) {
+                        self.touch(present);
+                        continue;
+                    }
+                    for (const Slot slot : self.reserve(1)) self.claim(slot, hash), self.publish(slot, 1, 0);
+                }
+            },
+            "keys"_a)
+        .def_prop_ro("used", &BlockIndex::used)
+        .def_prop_ro("nbytes", &BlockIndex::nbytes);
+}
+
+}  // namespace
+
+void bind_kvstore(nb::module_& module) {
+    auto kvstore = module.def_submodule("kvstore");
+    kvstore.attr("MOST_KEY_BYTES") = kMostKeyBytes;
+    kvstore.attr("RECORD_BYTES") = sizeof(Record);
+    kvstore.def("rows_of", &rows_of, "buffer"_a, "writable"_a);
+    bind_index(kvstore);
+    nb::class_<Ticket>(kvstore, "Job", nb::is_weak_referenceable())
+        .def_prop_ro("done", [](const Ticket& self) { return self.get().done(); })
+        .def("wait", &wait_for_job, "seconds"_a)
+        .def_prop_ro("flags", [](const Ticket& self) { return flags_of(self.get().flags); })
+        .def_prop_ro("memory_lost", [](const Ticket& self) { return self.get().memory_lost.load(); });
+    nb::class_<Store>(kvstore, "BlockStore", nb::is_weak_referenceable())
+        .def(
+            "__init__",
+            [](Store* self, const Session& engine, const std::vector<std::string>& paths, std::uint64_t block_bytes, std::uint64_t slot_bytes,
+               std::uint64_t records_begin, std::uint64_t blocks_begin, Slot slots, Slot stripe, Flag read_only) {
+                const Layout layout{block_bytes, slot_bytes, records_begin, blocks_begin, slots, stripe};
+                auto shared = engine.shared_engine();
+                nb::gil_scoped_release release;
+                new (self) Store(std::make_shared<BlockStore>(std::move(shared), paths, layout, read_only));
+            },
+            nb::kw_only(), "engine"_a, "paths"_a, "block_bytes"_a, "slot_bytes"_a, "records_begin"_a, "blocks_begin"_a, "slots"_a,
+            "stripe"_a, "read_only"_a)
+        .def("submit", &submit_job, "read"_a, "keys"_a, "addresses"_a, "lengths"_a, "event"_a)
+        .def("contains", &contained, "keys"_a)
+        .def("touch", &changed_by<&BlockStore::touch>, "keys"_a)
+        .def("pin", &changed_by<&BlockStore::pin>, "keys"_a)
+        .def("unpin", &changed_by<&BlockStore::unpin>, "keys"_a)
+        .def("remove", &changed_by<&BlockStore::remove>, "keys"_a)
+        .def("clear", [](Store& self) { return self.get().clear(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("refresh", [](Store& self) { self.get().refresh(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("close", [](Store& self) { self.get().close(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("figures", &figures_of);
+}
+
+}  // namespace deepnvme::bindings

@@ -1,0 +1,138 @@
+// Blocks by key, in the slots of one file on each of several drives: the jobs that write and read them.
+//
+// 1. A block is found once it and its record are written. Before a slot is used for another block, its record is cleared.
+// 2. What is read is checked against the checksum of key and block before a flag says that it is there. So whatever a crash, a drive or
+//    another program has left in a slot, a wrong byte is never returned.
+// 3. A slot in which a block is being written or read is held: nothing else is written there meanwhile.
+//
+// Threads of the store run the jobs, each from its beginning to its end, in the order of the calls. They never wait for one another, except
+// for keys that an earlier job is writing: that job is being run, and waits for the drive alone.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "kvstore/block_index.h"
+#include "kvstore/job.h"
+#include "kvstore/records.h"
+
+namespace deepnvme::kvstore {
+
+// Of each of a store's files; docs/formats.md.
+struct Layout {
+    std::uint64_t block_bytes;    // most bytes of a block
+    std::uint64_t slot_bytes;     // from one slot to the next: block_bytes, rounded up to whole pages
+    std::uint64_t records_begin;  // bytes from the start of the file
+    std::uint64_t blocks_begin;
+    Slot slots;   // in each file
+    Slot stripe;  // neighbouring slots of the index that are in one file; divides `slots` if there are several files
+};
+
+struct Figures {
+    std::uint64_t stored = 0, duplicates = 0, refused = 0, write_errors = 0;             // blocks of puts
+    std::uint64_t hits = 0, misses = 0, corrupt = 0, read_errors = 0;                    // blocks of gets; the last two are misses, too
+    std::uint64_t bytes_written = 0, bytes_read = 0;                                     // of blocks
+    std::uint64_t slots = 0, used = 0, pinned = 0, set_aside = 0, evictions = 0, index_bytes = 0;
+    std::string last_error;  // empty, or what failed with file and offset
+};
+
+class BlockStore {
+public:
+    // Reads all records. Throws IoError.
+    BlockStore(std::shared_ptr<Engine> engine, const std::vector<std::string>& paths, const Layout& layout, bool read_only);
+    // As close(). Not to be called in a forked child, which has none of the threads.
+    ~BlockStore();
+    BlockStore(const BlockStore&) = delete;
+    BlockStore& operator=(const BlockStore&) = delete;
+
+    // Start a job. Does not block. Throws std::invalid_argument if the store is closed, or for a put if it is read-only.
+    void submit(std::shared_ptr<Job> job);
+
+    // A flag for each key: whether it is stored; ... and was pinned, unpinned or removed. A pinned block is not removed.
+    std::vector<std::uint8_t> contains(const Keys& keys) const;
+    std::vector<std::uint8_t> touch(const Keys& keys);
+    std::vector<std::uint8_t> pin(const Keys& keys);
+    std::vector<std::uint8_t> unpin(const Keys& keys);
+    std::vector<std::uint8_t> remove(const Keys& keys);
+    // Remove all blocks that are not pinned, and return how many.
+    std::size_t clear();
+    // Read all records again: what another process has stored meanwhile. Jobs under way go on with what was there before.
+    void refresh();
+
+    Figures figures() const;
+    // Finish all jobs, then flush the records. Idempotent. Throws IoError of the flush.
+    void close();
+
+private:
+    static constexpr std::size_t kThreads = 4;  // jobs that are run at a time: their transfers fill the drives' queues
+
+    struct Volume {
+        std::shared_ptr<File> file;
+        RecordArea records;
+    };
+    struct Place {
+        std::size_t volume;
+        Slot slot;  // in that file
+    };
+    // A block of a job, where it is, and what became of its transfer.
+    struct Transfer {
+        std::size_t key;
+        Slot slot;
+        std::uint32_t crc;
+        enum class Outcome : std::uint8_t { unfinished, done, drive_failed, mismatched } outcome = Outcome::unfinished;
+    };
+    // Some transfers of a job, of one file, that the engine has as one request.
+    struct Part {
+        std::span<Transfer> transfers;
+        std::shared_ptr<Request> request;  // null if it could not be started
+    };
+
+    Place place_of(Slot slot) const noexcept;
+    Slot slot_at(const Place& place) const noexcept;
+    std::uint64_t offset_of(Slot slot) const noexcept { return layout_.blocks_begin + place_of(slot).slot * layout_.slot_bytes; }
+    std::shared_ptr<BlockIndex> load();
+    void run() noexcept;
+    void put(Job& job);
+    void get(Job& job);
+    std::vector<Transfer> claim(Job& job, std::vector<std::size_t>& awaited);
+    void await(Job& job, const std::vector<std::size_t>& awaited);
+    std::vector<Part> start(Job& job, std::vector<Transfer>& transfers);
+    void finish(Job& job, Part& part);
+    std::uint32_t checksum(const Job& job, std::size_t key) const noexcept;
+    void write_records(const Job& job, std::span<Transfer> transfers);
+    void clear_records(std::span<const Slot> slots);
+    std::vector<bool> write_to_volumes(std::span<const Slot> slots, std::span<const Record> records);
+    void remove_held(std::span<const Slot> slots);
+    void note(const std::string& error);
+    KeyHash hash(std::string_view key) const noexcept { return hash_of(key, seed_); }
+    template <typename Change>
+    std::vector<std::uint8_t> for_stored(const Keys& keys, Change change) const;
+
+    const std::shared_ptr<Engine> engine_;
+    const Layout layout_;
+    const bool read_only_;
+    const std::uint64_t seed_;
+    std::vector<Volume> volumes_;
+
+    mutable std::mutex mutex_;  // guards what follows; held while nothing waits
+    std::shared_ptr<BlockIndex> index_;  // replaced by refresh()
+    std::condition_variable published_;
+    std::uint64_t sequence_ = 0;
+    Figures figures_;
+
+    std::mutex queue_mutex_;  // guards what follows
+    std::condition_variable submitted_;
+    std::deque<std::shared_ptr<Job>> jobs_;
+    bool closed_ = false;
+    std::array<std::thread, kThreads> threads_;
+};
+
+}  // namespace deepnvme::kvstore
