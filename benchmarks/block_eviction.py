@@ -2,8 +2,8 @@
 
     python benchmarks/block_eviction.py [--requests 200000] [--json FILE]
 
-A request asks for the blocks of a prompt in order. Blocks from the first miss on are computed and put. The hit rate is that of the
-blocks before the first miss, since a prompt's later blocks are no use without the earlier ones. All contenders count the
+A request asks for the blocks of a prompt in order. Blocks from the first miss on are computed and put. The hit rate is that of
+the blocks before the first miss, since a prompt's later blocks are no use without the earlier ones. All contenders count the
 blocks of a request from the last to the first, so that the beginnings of prompts stay longest.
 """
 
@@ -57,7 +57,7 @@ class LRU:
 
 
 class LFU:
-    """Evicts the key that was used least often since the beginning, evicted keys counted on; of equals the one used longest ago."""
+    """Evicts the key that was used least often since the beginning, also before an eviction; of equals the oldest."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -165,8 +165,8 @@ def zipf(requests: int, keys: int, exponent: float, scan: int = 0) -> Iterator[K
 def agents(requests: int, sessions: int, one_shot: float) -> Iterator[Keys]:
     """Agents that extend their prompts turn by turn, in random order; a share of the requests are prompts that never come again.
 
-    A session begins with one of 16 prompts of 8 to 64 blocks, some more popular than others, adds 2 to 16 blocks a turn, and ends after
-    3 to 30 turns. Sessions differ in how often they come.
+    A session begins with one of 16 prompts of 8 to 64 blocks, some more popular than others, adds 2 to 16 blocks a turn, and ends
+    after 3 to 30 turns. Sessions differ in how often they come.
     """
     random_numbers = random.Random(2)
     prompts = [[block_key(2, prompt, each) for each in range(random_numbers.randint(8, 64))] for prompt in range(16)]
@@ -174,7 +174,11 @@ def agents(requests: int, sessions: int, one_shot: float) -> Iterator[Keys]:
     fresh = itertools.count()
 
     def session() -> tuple[Keys, int, float]:
-        return list(random_numbers.choices(prompts, popularity)[0]), random_numbers.randint(3, 30), random_numbers.expovariate(1) + 0.1
+        return (
+            list(random_numbers.choices(prompts, popularity)[0]),
+            random_numbers.randint(3, 30),
+            random_numbers.expovariate(1) + 0.1,
+        )
 
     live = [session() for _ in range(sessions)]
     due = [(random_numbers.expovariate(pace), number) for number, (_, _, pace) in enumerate(live)]
@@ -193,7 +197,7 @@ def agents(requests: int, sessions: int, one_shot: float) -> Iterator[Keys]:
 
 
 def hit_rate(policy: Policy, requests: Iterator[Keys], warm: int) -> float:
-    """Blocks found before a request's first miss, as a share of all blocks asked for; the first ``warm`` requests are not counted."""
+    """Return the share of blocks found before a request's first miss. The first ``warm`` requests are not counted."""
     hits = asked = 0
     for number, keys in enumerate(requests):
         found = policy.get(keys)
@@ -208,8 +212,8 @@ def hit_rate(policy: Policy, requests: Iterator[Keys], warm: int) -> float:
 def traces(requests: int) -> dict[str, tuple[int, Callable[[], Iterator[Keys]]]]:
     """Return the slots and the requests of each trace, by name."""
     found: dict[str, tuple[int, Callable[[], Iterator[Keys]]]] = {}
+    keys = max(requests // 5, 100)
     for share in (0.02, 0.1):
-        keys = max(requests // 5, 100)
         for exponent in (0.8, 1.0):
             found[f"Zipf {exponent}, {share:.0%} kept"] = (int(keys * share), lambda e=exponent: zipf(requests, keys, e))  # type: ignore[misc]
         found[f"Zipf 1.0 and scans, {share:.0%} kept"] = (

@@ -8,7 +8,7 @@ namespace deepnvme::kvstore {
 
 namespace {
 
-constexpr std::uint32_t kClock = UINT32_MAX >> 1;  // mask of the evictions in a stamp
+constexpr std::uint32_t kClock = UINT32_MAX >> 1;  // mask of the clock in a stamp
 
 std::uint64_t mixed(std::uint64_t word) noexcept {
     word = (word ^ word >> 32) * 0x9E3779B97F4A7C15u;
@@ -126,38 +126,35 @@ std::span<BlockIndex::Evicted> BlockIndex::bucket_of(const KeyHash& key) noexcep
     return std::span(evicted_).subspan(scaled(key.low, evicted_.size() / kBucket) * kBucket, kBucket);
 }
 
-// How many evictions of the same queue came after it.
-std::uint32_t BlockIndex::age(const Evicted& evicted) const noexcept {
-    return (queues_[evicted.stamp > kClock].evictions - evicted.stamp) & kClock;
-}
-
-// How many keys evicted from a queue are remembered: as many as the other blocks leave of the slots.
-std::uint64_t BlockIndex::remembered(std::uint8_t queue) const noexcept {
-    return std::min<std::uint64_t>(queues_[queue].evictions, slots() - std::min<std::uint64_t>(queues_[queue].size, slots()));
-}
-
+// Instead of the key that was evicted longest ago, of those that could be in the same places: of the first queue, if more of it are
+// remembered than the second queue has slots.
 void BlockIndex::remember(const KeyHash& key, std::uint8_t queue) noexcept {
-    Queue& from = queues_[queue];
-    from.evictions = (from.evictions + 1) & kClock;
-    Evicted* oldest = nullptr;
-    std::uint32_t most = 0;
-    for (Evicted& each : bucket_of(key)) {
-        const std::uint32_t its = each.stamp == UINT32_MAX ? kClock : age(each);
-        if (!oldest || its > most) oldest = &each, most = its;
-    }
-    *oldest = {static_cast<std::uint32_t>(key.high), from.evictions | (queue == kOften ? kClock + 1 : 0)};
+    clock_ = (clock_ + 1) & kClock;
+    const bool often = queues_[kOnce].remembered + queues_[kOnce].size <= slots();
+    const auto age = [&](const Evicted& each) -> std::uint64_t {
+        if (each.stamp == UINT32_MAX) return UINT64_MAX;
+        return ((clock_ - each.stamp) & kClock) + ((each.stamp > kClock) == often ? std::uint64_t{1} << 32 : 0);
+    };
+    const auto places = bucket_of(key);
+    Evicted& oldest = *std::max_element(places.begin(), places.end(), [&](const auto& left, const auto& right) { return age(left) < age(right); });
+    forget(oldest);
+    oldest = {static_cast<std::uint32_t>(key.high), clock_ | (queue == kOften ? kClock + 1 : 0)};
+    ++queues_[queue].remembered;
+}
+
+void BlockIndex::forget(Evicted& evicted) noexcept {
+    if (evicted.stamp != UINT32_MAX) --queues_[evicted.stamp > kClock ? kOften : kOnce].remembered;
+    evicted = {};
 }
 
 // Where a new block goes: to those used often, if it is remembered. The queue that it was evicted from should have been longer.
 std::uint8_t BlockIndex::queue_for(const KeyHash& key) noexcept {
     for (Evicted& each : bucket_of(key)) {
         if (each.stamp == UINT32_MAX || each.fingerprint != static_cast<std::uint32_t>(key.high)) continue;
-        const std::uint8_t queue = each.stamp > kClock ? kOften : kOnce;
-        if (age(each) >= remembered(queue)) return kOnce;
-        const std::uint64_t once = std::max<std::uint64_t>(remembered(kOnce), 1), often = std::max<std::uint64_t>(remembered(kOften), 1);
-        if (queue == kOnce) target_ = std::min<std::uint64_t>(target_ + std::max<std::uint64_t>(often / once, 1), slots());
+        const std::uint64_t once = queues_[kOnce].remembered, often = queues_[kOften].remembered;
+        if (each.stamp <= kClock) target_ = std::min<std::uint64_t>(target_ + std::max<std::uint64_t>(often / once, 1), slots());
         else target_ -= std::min(target_, std::max<std::uint64_t>(once / often, 1));
-        each = {};
+        forget(each);
         return kOften;
     }
     return kOnce;

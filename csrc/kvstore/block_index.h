@@ -114,10 +114,10 @@ private:
     struct Queue {
         Slot first = kNoSlot, last = kNoSlot;
         std::uint64_t size = 0;
-        std::uint32_t evictions = 0;  // by which evicted keys are forgotten
+        std::uint64_t remembered = 0;  // keys evicted from it
     };
 
-    // An evicted key: 32 bits of its hash, which queue it was in (bit 31), and the queue's evictions until then.
+    // An evicted key: 32 bits of its hash; whether it was used often (bit 31), and the time, in evictions.
     struct Evicted {
         std::uint32_t fingerprint = 0, stamp = UINT32_MAX;
     };
@@ -137,13 +137,13 @@ private:
     void remember(const KeyHash& key, std::uint8_t queue) noexcept;
     std::uint8_t queue_for(const KeyHash& key) noexcept;
     std::span<Evicted> bucket_of(const KeyHash& key) noexcept;
-    std::uint64_t remembered(std::uint8_t queue) const noexcept;
-    std::uint32_t age(const Evicted& evicted) const noexcept;
+    void forget(Evicted& evicted) noexcept;
 
     std::vector<Entry> entries_;
     std::vector<Slot> table_;
     std::vector<Evicted> evicted_;
     Queue queues_[2];
+    std::uint32_t clock_ = 0;   // evictions, but for the last bit
     std::uint64_t target_ = 0;  // slots that the first queue may have
     Slot fresh_ = 0;            // slots from here on were never used
     Slot free_ = kNoSlot;       // the first of the free slots before

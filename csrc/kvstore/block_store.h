@@ -89,8 +89,14 @@ private:
         std::uint32_t crc;
         enum class Outcome : std::uint8_t { unfinished, done, drive_failed, mismatched } outcome = Outcome::unfinished;
     };
-    // Some transfers of a job, of one file, that the engine has as one request.
+    // Some transfers of a job, of one file, that the engine has as one request. It outlives the request, whatever is thrown meanwhile.
     struct Part {
+        explicit Part(std::span<Transfer> transfers) : transfers(transfers) {}
+        Part(Part&&) noexcept = default;
+        ~Part() {
+            if (request) request->wait();
+        }
+
         std::span<Transfer> transfers;
         std::shared_ptr<Request> request;  // null if it could not be started
     };

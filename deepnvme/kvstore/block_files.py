@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deepnvme.files.manifest import checked_fields, number, string, with_checksum
@@ -86,7 +86,9 @@ def layout_for(capacity: int, files: int, block_bytes: int, fingerprint: str) ->
         layout = FileLayout(block_bytes, layout.slots // layout.stripe * layout.stripe, slot_bytes, fingerprint)
     if slots < 1:
         least = size_for_people(files * layout.file_bytes)
-        raise ValueError(f"a capacity of {capacity} bytes has no room for a block in each of {files} files: give at least {least}")
+        raise ValueError(
+            f"a capacity of {capacity} bytes has no room for a block in each of {files} files: give at least {least}"
+        )
     if slots * files > _MOST_SLOTS:
         raise ValueError(f"a store has at most {_MOST_SLOTS} slots, got {slots * files}: use several stores")
     return layout
@@ -108,8 +110,8 @@ def read_layout(path: Path) -> FileLayout | None:
     for page in pages:
         try:
             found = checked_fields(_KIND, page.rstrip(b"\0"))
-            sizes = [number(found[field.name]) for field in fields(FileLayout)[:-1]]
-            return FileLayout(*sizes, string(found["fingerprint"]))
+            slots, slot_bytes = number(found["slots"]), number(found["slot_bytes"])
+            return FileLayout(number(found["block_bytes"]), slots, slot_bytes, string(found["fingerprint"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = reason or str(error)
     if size < _HEADERS * PAGE:
@@ -143,7 +145,9 @@ def prepare_file(directory: Path, wanted: FileLayout | None, read_only: bool) ->
         _create(path, wanted)
         return wanted
     if wanted is not None and found != wanted:
-        raise ValueError(f"'{path}' has {found}, not {wanted}: open it with its own, choose another directory, or remove the file")
+        raise ValueError(
+            f"'{path}' has {found}, not {wanted}: open it with its own, choose another directory, or remove the file"
+        )
     if not read_only:
         with with_filename(path), open(path, "r+b") as file:
             os.fchmod(file.fileno(), 0o600)

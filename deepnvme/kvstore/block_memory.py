@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Blocks: TypeAlias = "torch.Tensor | Buffer | Sequence[torch.Tensor | Buffer]"
-"""Memory of blocks: a tensor or buffer whose rows (along the first dimension) are blocks, or a sequence with one for each block."""
+"""Memory of blocks: a tensor or buffer whose rows (along its first dimension) are blocks, or a sequence of blocks."""
 
 
 class BlockMemory:
@@ -59,7 +59,9 @@ class BlockMemory:
             found: tuple[int, int, int, int] = load_async_io().kvstore.rows_of(view, writable)
         else:
             if block.device.type != "cpu" or block.layout is not torch.strided:
-                raise ValueError(f"blocks must be dense and on the CPU, got one of {block.layout} on {block.device}: copy it there")
+                raise ValueError(
+                    f"blocks must be dense and on the CPU, got one of {block.layout} on {block.device}: copy it there"
+                )
             self._owners.append(block.untyped_storage())
             row = block[0] if rows and block.dim() > 0 and len(block) > 0 else block
             if not row.is_contiguous():

@@ -1,14 +1,15 @@
 """The store of blocks by key, and the futures of its puts and gets.
 
-How it works. Each drive has one preallocated file: a header, a record of 128 bytes for each slot, and the slots, which begin at
-multiples of 4096 bytes. A block lies in one slot; its record has its key, its length and the CRC-32 of key and block. A put writes
-blocks by direct I/O, the new blocks of a call side by side, computes their checksums meanwhile, then writes their records, and only
-then are they found. Before a slot is used again its record is cleared. So a crash leaves a block that is whole, or none; and
-whatever a power cut or a drive does, the checksum of each block that is read is compared before it counts as a hit.
+Each drive has one preallocated file: a header, a record of 128 bytes for each slot, and the slots, which begin at multiples of
+4096 bytes. A block lies in one slot; its record has its key, its length and the CRC-32 of key and block.
 
-In memory is an index in C++ (``csrc/kvstore/block_index.h``), rebuilt from the records when a store is opened: 54 bytes for each slot. It
-evicts as ARC does, and nothing that is pinned or being read. Four threads in C++ run the puts and gets
-(``csrc/kvstore/block_store.h``), without the GIL.
+1. A put writes its new blocks by direct I/O, side by side where slots are neighbours, and computes their checksums meanwhile.
+   Then it writes their records, and only then are they found.
+2. Before a slot is used for another block, its record is cleared. So a killed process leaves whole blocks, and no others.
+3. A get compares the checksum of each block before it counts as a hit, whatever a power cut or a drive did to the file.
+4. The index is in memory (``csrc/kvstore/block_index.h``): 54 bytes for each slot, rebuilt from the records when a store
+   is opened. It evicts as ARC does, and nothing that is pinned, being read or being written.
+5. Four threads in C++ run puts and gets without the GIL (``csrc/kvstore/block_store.h``). Python keeps the memory until they end.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class BlockStore:
     >>> hits = store.get_many(keys, out).result()
 
     A key names its content: a put of a key that is stored, or that another put is storing, writes nothing and returns what that
-    put returned. To replace a block, delete it first. A get finds the blocks whose put is done; a put, delete or eviction beside
-    it does not change what it returns.
+    put returned. To replace a block, delete it first. A get finds the blocks whose put is done. A put, delete or eviction beside
+    a get does not change what the get returns.
 
     When the space is full, blocks that were used seldom or long ago are evicted, but none that is pinned or being read.
 
@@ -149,7 +150,7 @@ class BlockStore:
         block_bytes: Most bytes of a block, or a size such as "1MiB". None for that of the files that are there.
         fingerprint: Text that says what the blocks are of, such as the model, its revision, the dtype and the layout of the
             server's cache. Files with another fingerprint are refused.
-        read_only: Read the blocks that are stored when the store is opened, also beside the process that writes them. Later blocks
+        read_only: Read the blocks that are stored when this store is opened, also beside the process that writes. Later blocks
             are found after :meth:`refresh`. A block that is evicted meanwhile is a miss.
         engine: An engine to share; None for an engine of the store's own.
         aio_config: Settings of the store's own engine; None for the profile of the drive.
@@ -188,7 +189,7 @@ class BlockStore:
         self._under_way: deque[tuple[Job, BlockMemory]] = deque()
         with contextlib.ExitStack() as stack:
             locks: list[DirectoryLock] = []
-            stack.callback(lambda: [each.release() for each in locks])
+            stack.callback(_release, locks)
             if not read_only:
                 lock_directories(self._paths, DirectoryOwner("BlockStore"), locks)
             self._layout = self._prepare(wanted, fingerprint)
@@ -254,7 +255,7 @@ class BlockStore:
         Args:
             keys: The keys.
             out: Memory for the blocks, as for :meth:`put_many`. A block is read if it has as many bytes as its memory; a block of
-                another length is a miss. Not to be touched until the future is done. The memory of a miss may then have any bytes.
+                another length is a miss. Not to be touched until the future is done. The memory of a miss then has any bytes.
             index: Numbers of the rows of ``out`` to read into, one for each key.
             event_fd: As for :meth:`put_many`.
 
@@ -278,7 +279,9 @@ class BlockStore:
                 ended, its_memory = self._under_way.popleft()
                 if ended.memory_lost:
                     _lost_memory.append(its_memory)
-            job = self._open(writable=not read).submit(read, keys, memory.addresses, memory.lengths, -1 if event_fd is None else event_fd)
+            job = self._open(writable=not read).submit(
+                read, keys, memory.addresses, memory.lengths, -1 if event_fd is None else event_fd
+            )
             self._under_way.append((job, memory))
         return BlocksFuture(self, job)
 
@@ -387,6 +390,11 @@ class BlockStore:
             lambda: "read-only" if self._read_only else "",
             lambda: state_text(self._process == os.getpid() and self.closed, self._process),
         )
+
+
+def _release(locks: list[DirectoryLock]) -> None:
+    for lock in locks:
+        lock.release()
 
 
 def _end(process: int, native: NativeStore, under_way: deque[tuple[Job, BlockMemory]], stack: contextlib.ExitStack) -> None:
