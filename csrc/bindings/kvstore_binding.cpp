@@ -55,7 +55,7 @@ Keys keys_of(nb::handle sequence) {
         if (PyBytes_AsStringAndSize(key, &text, &size) != 0) throw nb::python_error();
         if (static_cast<std::size_t>(size) > kMostKeyBytes)
             throw value_error("a key has at most " + std::to_string(kMostKeyBytes) + " bytes, got " + std::to_string(size) + " at " + std::to_string(i));
-        keys.add({text, static_cast<std::size_t>(size)});
+        keys.emplace_back(text, static_cast<std::size_t>(size));
     }
     return keys;
 }
@@ -118,23 +118,8 @@ bool wait_for_job(Ticket& self, double seconds) {
 nb::dict figures_of(const Store& self) {
     const Figures now = self.get().figures();
     nb::dict all;
-    all["stored"] = now.stored;
-    all["duplicates"] = now.duplicates;
-    all["refused"] = now.refused;
-    all["write_errors"] = now.write_errors;
-    all["hits"] = now.hits;
-    all["misses"] = now.misses;
-    all["corrupt"] = now.corrupt;
-    all["read_errors"] = now.read_errors;
-    all["bytes_written"] = now.bytes_written;
-    all["bytes_read"] = now.bytes_read;
-    all["slots"] = now.slots;
-    all["used"] = now.used;
-    all["pinned"] = now.pinned;
-    all["set_aside"] = now.set_aside;
-    all["evictions"] = now.evictions;
-    all["index_bytes"] = now.index_bytes;
-    all["last_error"] = decoded(now.last_error);
+    for (std::size_t i = 0; i < kFigures; ++i) all[kFigureNames[i]] = now[i];
+    all["last_error"] = decoded(self.get().last_error());
     return all;
 }
 

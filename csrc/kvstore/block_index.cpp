@@ -180,9 +180,7 @@ std::vector<Slot> BlockIndex::reserve(std::size_t most) {
 
 void BlockIndex::claim(Slot slot, const KeyHash& key) noexcept {
     Entry& entry = entries_[slot];
-    const bool recorded = entry.recorded;
     entry = {};
-    entry.recorded = recorded;
     entry.state = State::writing;
     entry.queue = queue_for(key);
     insert(slot, key);
@@ -207,7 +205,6 @@ void BlockIndex::place(Slot slot, const KeyHash& key, std::uint32_t length, std:
     entry.state = State::stored;
     entry.length = length;
     entry.crc = crc;
-    entry.recorded = true;
     ++used_;
     insert(slot, key);
 }

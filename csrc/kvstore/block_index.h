@@ -50,9 +50,6 @@ public:
     std::uint32_t length(Slot slot) const noexcept { return entries_[slot].length; }
     std::uint32_t crc(Slot slot) const noexcept { return entries_[slot].crc; }
     std::uint32_t pins(Slot slot) const noexcept { return entries_[slot].pins; }
-    // Whether the drive has a record for the slot that names an earlier block.
-    bool recorded(Slot slot) const noexcept { return entries_[slot].recorded; }
-    void set_recorded(Slot slot, bool recorded) noexcept { entries_[slot].recorded = recorded; }
 
     // -- new blocks
 
@@ -107,7 +104,7 @@ private:
         State state = State::fresh;
         std::uint8_t queue = kNoQueue;  // the one that it is in, or goes to once it is not held
         std::uint8_t uses = 0;
-        bool recorded : 1 = false, spoilt : 1 = false;
+        bool spoilt = false;  // removed, and to be set aside
     };
     static_assert(sizeof(Entry) == 40);
 

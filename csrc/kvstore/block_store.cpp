@@ -32,6 +32,13 @@ std::uint64_t seconds_now() {
     return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count());
 }
 
+// Calls a function at the end of a block, however it is left.
+template <typename Function>
+struct AtEnd {
+    Function function;
+    ~AtEnd() { function(); }
+};
+
 std::uint64_t random_seed() {
     std::random_device random;
     return std::uint64_t{random()} << 32 | random();
@@ -53,7 +60,7 @@ BlockStore::BlockStore(std::shared_ptr<Engine> engine, const std::vector<std::st
     : engine_(std::move(engine)), layout_(layout), read_only_(read_only), seed_(random_seed()) {
     for (const std::string& path : paths) {
         auto file = std::make_shared<File>(path, read_only ? Access::read : Access::read_write, Creation::must_exist, true, Ownership::pages);
-        volumes_.push_back({std::move(file), RecordArea(path, layout.records_begin, layout.slots, !read_only)});
+        volumes_.push_back({std::move(file), RecordArea(path, layout.records_begin, !read_only)});
     }
     index_ = load();
     try {
@@ -113,8 +120,7 @@ std::shared_ptr<BlockIndex> BlockStore::load() {
                 if (!record.valid(layout_.block_bytes)) continue;
                 const Slot slot = slot_at({volume, static_cast<Slot>(first + i)});
                 last = std::max(last, record.sequence);
-                index->set_recorded(slot, true);
-                const KeyHash key = hash(record.key_text());
+                const KeyHash key = hash_of(record.key_text(), seed_);
                 const Slot other = index->find(key);
                 if (other != kNoSlot) {
                     Record earlier;
@@ -174,40 +180,34 @@ void BlockStore::run() noexcept {
 void BlockStore::put(Job& job) {
     std::vector<std::size_t> awaited;
     std::vector<Transfer> transfers = claim(job, awaited);
-    const auto settle = [&] {
-        std::lock_guard lock(mutex_);
-        for (const Transfer& each : transfers) {
-            if (each.outcome == Transfer::Outcome::done) {
-                index_->set_recorded(each.slot, true);
-                index_->publish(each.slot, static_cast<std::uint32_t>(job.memory[each.key].size()), each.crc);
-                job.flags[each.key] = true;
-                ++figures_.stored;
-                figures_.bytes_written += job.memory[each.key].size();
-            } else {
-                index_->abandon(each.slot, each.outcome == Transfer::Outcome::drive_failed);
-                ++figures_.write_errors;
-            }
-        }
-        published_.notify_all();
-    };
-    try {
+    {
+        const AtEnd settle{[&] { end_put(job, transfers); }};  // when all requests have ended
         std::vector<Slot> old;
-        {
-            std::lock_guard lock(mutex_);
-            for (const Transfer& each : transfers)
-                if (index_->recorded(each.slot)) old.push_back(each.slot);
-        }
-        clear_records(old);
+        for (const Transfer& each : transfers) old.push_back(each.slot);
+        clear_records(std::move(old));
         std::vector<Part> parts = start(job, transfers);
         for (Transfer& each : transfers) each.crc = checksum(job, each.key);  // while the drive writes
         for (Part& part : parts) finish(job, part);
         write_records(job, transfers);
-    } catch (...) {
-        settle();
-        throw;
     }
-    settle();
     await(job, awaited);
+}
+
+void BlockStore::end_put(Job& job, std::span<const Transfer> transfers) noexcept {
+    std::lock_guard lock(mutex_);
+    for (const Transfer& each : transfers) {
+        const std::size_t bytes = job.memory[each.key].size();
+        if (each.outcome != Transfer::Outcome::done) {
+            index_->abandon(each.slot, each.outcome == Transfer::Outcome::drive_failed);
+            ++figures_[kWriteErrors];
+            continue;
+        }
+        index_->publish(each.slot, static_cast<std::uint32_t>(bytes), each.crc);
+        job.flags[each.key] = true;
+        ++figures_[kStored];
+        figures_[kBytesWritten] += bytes;
+    }
+    published_.notify_all();
 }
 
 // Take slots for the blocks that are neither stored nor being written. The last keys are refused where slots are missing.
@@ -215,8 +215,7 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     std::vector<Transfer> transfers;
     transfers.reserve(job.keys.size());
     awaited.reserve(job.keys.size());
-    std::vector<KeyHash> hashes(job.keys.size());
-    for (std::size_t i = 0; i < hashes.size(); ++i) hashes[i] = hash(job.keys[i]);
+    const std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::lock_guard lock(mutex_);
     std::size_t absent = 0;
     for (const KeyHash& key : hashes) absent += index_->find(key) == kNoSlot;
@@ -225,14 +224,14 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         const Slot present = index_->find(hashes[i]);
         if (present != kNoSlot) {
-            ++figures_.duplicates;
+            ++figures_[kDuplicates];
             if (index_->stored(present)) index_->touch(present), job.flags[i] = true;
             else awaited.push_back(i);
         } else if (taken < slots.size()) {
             transfers.push_back({i, slots[taken], 0});
             index_->claim(slots[taken++], hashes[i]);
         } else {
-            ++figures_.refused;
+            ++figures_[kRefused];
         }
     }
     for (; taken < slots.size(); ++taken) index_->give_back(slots[taken]);
@@ -245,7 +244,7 @@ void BlockStore::await(Job& job, const std::vector<std::size_t>& awaited) {
     for (const std::size_t i : awaited) {
         Slot slot = kNoSlot;
         published_.wait(lock, [&] {
-            slot = index_->find(hash(job.keys[i]));
+            slot = index_->find(hash_of(job.keys[i], seed_));
             return slot == kNoSlot || index_->stored(slot);
         });
         job.flags[i] = slot != kNoSlot;
@@ -255,51 +254,47 @@ void BlockStore::await(Job& job, const std::vector<std::size_t>& awaited) {
 void BlockStore::get(Job& job) {
     std::vector<Transfer> transfers;
     transfers.reserve(job.keys.size());
+    std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::shared_ptr<BlockIndex> index;
     {
         std::lock_guard lock(mutex_);
         index = index_;
-        for (std::size_t i = 0; i < job.keys.size(); ++i) index->prefetch(hash(job.keys[i]));
-        for (std::size_t i = 0; i < job.keys.size(); ++i) {
-            const Slot slot = index->find(hash(job.keys[i]));
+        for (const KeyHash& each : hashes) index->prefetch(each);
+        for (std::size_t i = 0; i < hashes.size(); ++i) {
+            const Slot slot = index->find(hashes[i]);
             if (slot == kNoSlot || !index->stored(slot) || index->length(slot) != job.memory[i].size() || !index->hold(slot)) continue;
             transfers.push_back({i, slot, index->crc(slot)});
         }
     }
-    const auto settle = [&] {
-        // The last keys first: those at the beginning of a prompt, without which the others are no use, are evicted last.
-        std::sort(transfers.begin(), transfers.end(), [](const Transfer& left, const Transfer& right) { return left.key > right.key; });
-        std::lock_guard lock(mutex_);
-        for (const Transfer& each : transfers) {
-            const bool mismatched = each.outcome == Transfer::Outcome::mismatched;
-            const bool failed = each.outcome == Transfer::Outcome::drive_failed;
-            if ((mismatched || failed) && index->stored(each.slot)) index->remove(each.slot, failed);
-            index->release(each.slot);
-            figures_.corrupt += mismatched;
-            figures_.read_errors += failed || each.outcome == Transfer::Outcome::unfinished;
-            if (each.outcome != Transfer::Outcome::done) continue;
-            job.flags[each.key] = true;
-            ++figures_.hits;
-            figures_.bytes_read += job.memory[each.key].size();
-        }
-        figures_.misses += static_cast<std::uint64_t>(std::count(job.flags.begin(), job.flags.end(), false));
-    };
-    try {
-        std::vector<Part> parts = start(job, transfers);
-        for (Part& part : parts) {
-            finish(job, part);
-            for (Transfer& each : part.transfers)
-                if (each.outcome == Transfer::Outcome::done && checksum(job, each.key) != each.crc) {
-                    each.outcome = Transfer::Outcome::mismatched;
-                    note("checksum of the block at offset " + std::to_string(offset_of(each.slot)) + " of '" +
-                         volumes_[place_of(each.slot).volume].file->path() + "' does not match");
-                }
-        }
-    } catch (...) {
-        settle();
-        throw;
+    const AtEnd settle{[&] { end_get(job, *index, transfers); }};  // when all requests have ended
+    std::vector<Part> parts = start(job, transfers);
+    for (Part& part : parts) {
+        finish(job, part);
+        for (Transfer& each : part.transfers)
+            if (each.outcome == Transfer::Outcome::done && checksum(job, each.key) != each.crc) {
+                each.outcome = Transfer::Outcome::mismatched;
+                note("checksum of the block at offset " + std::to_string(offset_of(each.slot)) + " of '" +
+                     volumes_[place_of(each.slot).volume].file->path() + "' does not match");
+            }
     }
-    settle();
+}
+
+void BlockStore::end_get(Job& job, BlockIndex& index, std::vector<Transfer>& transfers) noexcept {
+    // The last keys first: those at the beginning of a prompt, without which the others are no use, are evicted last.
+    std::sort(transfers.begin(), transfers.end(), [](const Transfer& left, const Transfer& right) { return left.key > right.key; });
+    std::lock_guard lock(mutex_);
+    for (const Transfer& each : transfers) {
+        const bool mismatched = each.outcome == Transfer::Outcome::mismatched, failed = each.outcome == Transfer::Outcome::drive_failed;
+        if ((mismatched || failed) && index.stored(each.slot)) index.remove(each.slot, failed);
+        index.release(each.slot);
+        figures_[kCorrupt] += mismatched;
+        figures_[kReadErrors] += failed || each.outcome == Transfer::Outcome::unfinished;
+        if (each.outcome != Transfer::Outcome::done) continue;
+        job.flags[each.key] = true;
+        ++figures_[kHits];
+        figures_[kBytesRead] += job.memory[each.key].size();
+    }
+    figures_[kMisses] += static_cast<std::uint64_t>(std::count(job.flags.begin(), job.flags.end(), false));
 }
 
 // Transfers. ---------------------------------------------------------------------------------------------------------------------
@@ -359,7 +354,7 @@ void BlockStore::finish(Job& job, Part& part) {
 }
 
 std::uint32_t BlockStore::checksum(const Job& job, std::size_t key) const noexcept {
-    const std::string_view text = job.keys[key];
+    const std::string& text = job.keys[key];
     const auto memory = job.memory[key];
     return crc32(crc32(0, reinterpret_cast<const std::byte*>(text.data()), text.size()), memory.data(), memory.size());
 }
@@ -382,45 +377,45 @@ void BlockStore::write_records(const Job& job, std::span<Transfer> transfers) {
         records.push_back(Record::of(job.keys[each.key], static_cast<std::uint32_t>(job.memory[each.key].size()), each.crc, sequence));
         written.push_back(&each);
     }
-    const std::vector<bool> taken = write_to_volumes(slots, records);
+    const std::vector<bool> taken = write_records(slots, records);
     for (std::size_t i = 0; i < written.size(); ++i)
         if (!taken[i]) written[i]->outcome = Transfer::Outcome::drive_failed;
 }
 
-void BlockStore::clear_records(std::span<const Slot> slots) {
-    std::vector<Slot> sorted(slots.begin(), slots.end());
-    std::sort(sorted.begin(), sorted.end());
-    write_to_volumes(sorted, std::vector<Record>(sorted.size()));
+void BlockStore::clear_records(std::vector<Slot> slots) {
+    std::sort(slots.begin(), slots.end());
+    write_records(slots, std::vector<Record>(slots.size()));
 }
 
-std::vector<bool> BlockStore::write_to_volumes(std::span<const Slot> slots, std::span<const Record> records) {
+// Neighbours are written by one call. Returns for each record whether the system has taken it.
+std::vector<bool> BlockStore::write_records(std::span<const Slot> slots, std::span<const Record> records) {
     std::vector<bool> taken(slots.size());
-    for (std::size_t volume = 0; volume < volumes_.size(); ++volume) {
-        std::vector<Slot> own;
-        std::vector<Record> content;
-        std::vector<std::size_t> positions;
-        for (std::size_t i = 0; i < slots.size(); ++i) {
-            const Place place = place_of(slots[i]);
-            if (place.volume != volume) continue;
-            own.push_back(place.slot);
-            content.push_back(records[i]);
-            positions.push_back(i);
+    for (std::size_t begin = 0, end; begin < slots.size(); begin = end) {
+        const auto [volume, first] = place_of(slots[begin]);
+        for (end = begin + 1; end < slots.size() && place_of(slots[end]) == Place{volume, first + static_cast<Slot>(end - begin)};) ++end;
+        try {
+            volumes_[volume].records.write(first, records.subspan(begin, end - begin));
+            for (std::size_t i = begin; i < end; ++i) taken[i] = true;
+        } catch (const IoError& error) {
+            note(error.what());
         }
-        std::string error;
-        const std::vector<bool> done = volumes_[volume].records.write(own, content, error);
-        for (std::size_t i = 0; i < positions.size(); ++i) taken[positions[i]] = done[i];
-        if (!error.empty()) note(error);
     }
     return taken;
 }
 
 // Queries and changes without a transfer. ----------------------------------------------------------------------------------------
 
+std::vector<KeyHash> BlockStore::hashes_of(const Keys& keys) const {
+    std::vector<KeyHash> hashes;
+    hashes.reserve(keys.size());
+    for (const std::string& key : keys) hashes.push_back(hash_of(key, seed_));
+    return hashes;
+}
+
 template <typename Change>
 std::vector<std::uint8_t> BlockStore::for_stored(const Keys& keys, Change change) const {
     std::vector<std::uint8_t> flags(keys.size());
-    std::vector<KeyHash> hashes(keys.size());
-    for (std::size_t i = 0; i < keys.size(); ++i) hashes[i] = hash(keys[i]);
+    const std::vector<KeyHash> hashes = hashes_of(keys);
     std::lock_guard lock(mutex_);
     for (const KeyHash& each : hashes) index_->prefetch(each);
     for (std::size_t i = keys.size(); i-- > 0;) {  // the last first, as in get()
@@ -474,25 +469,26 @@ std::size_t BlockStore::clear() {
 
 // Clear the records of removed blocks, while their slots are held so that nothing new is written there.
 void BlockStore::remove_held(std::span<const Slot> slots) {
-    clear_records(slots);
+    clear_records({slots.begin(), slots.end()});
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) index_->release(slot);
 }
 
 void BlockStore::note(const std::string& error) {
     std::lock_guard lock(mutex_);
-    figures_.last_error = error;
+    last_error_ = error;
+}
+
+std::string BlockStore::last_error() const {
+    std::lock_guard lock(mutex_);
+    return last_error_;
 }
 
 Figures BlockStore::figures() const {
     std::lock_guard lock(mutex_);
     Figures now = figures_;
-    now.slots = index_->slots();
-    now.used = index_->used();
-    now.pinned = index_->pinned();
-    now.set_aside = index_->set_aside();
-    now.evictions = index_->evictions();
-    now.index_bytes = index_->nbytes();
+    const std::uint64_t state[] = {index_->slots(), index_->used(), index_->pinned(), index_->set_aside(), index_->evictions(), index_->nbytes()};
+    std::copy(std::begin(state), std::end(state), now.begin() + kSlots);
     return now;
 }
 

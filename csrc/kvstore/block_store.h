@@ -36,13 +36,15 @@ struct Layout {
     Slot stripe;  // neighbouring slots of the index that are in one file; divides `slots` if there are several files
 };
 
-struct Figures {
-    std::uint64_t stored = 0, duplicates = 0, refused = 0, write_errors = 0;             // blocks of puts
-    std::uint64_t hits = 0, misses = 0, corrupt = 0, read_errors = 0;                    // blocks of gets; the last two are misses, too
-    std::uint64_t bytes_written = 0, bytes_read = 0;                                     // of blocks
-    std::uint64_t slots = 0, used = 0, pinned = 0, set_aside = 0, evictions = 0, index_bytes = 0;
-    std::string last_error;  // empty, or what failed with file and offset
+// What a store counts: of puts, then of gets, where `corrupt` and `read_errors` are misses, too; then its state.
+enum Figure : std::size_t {
+    kStored, kDuplicates, kRefused, kWriteErrors, kBytesWritten, kHits, kMisses, kCorrupt, kReadErrors, kBytesRead,
+    kSlots, kUsed, kPinned, kSetAside, kEvictions, kIndexBytes, kFigures
 };
+inline constexpr std::array<const char*, kFigures> kFigureNames = {
+    "stored", "duplicates", "refused", "write_errors", "bytes_written", "hits", "misses", "corrupt", "read_errors", "bytes_read",
+    "slots", "used", "pinned", "set_aside", "evictions", "index_bytes"};
+using Figures = std::array<std::uint64_t, kFigures>;
 
 class BlockStore {
 public:
@@ -68,6 +70,8 @@ public:
     void refresh();
 
     Figures figures() const;
+    // Empty, or what failed last, with file and offset.
+    std::string last_error() const;
     // Finish all jobs, then flush the records. Idempotent. Throws IoError of the flush.
     void close();
 
@@ -81,6 +85,7 @@ private:
     struct Place {
         std::size_t volume;
         Slot slot;  // in that file
+        bool operator==(const Place&) const = default;
     };
     // A block of a job, where it is, and what became of its transfer.
     struct Transfer {
@@ -107,18 +112,20 @@ private:
     std::shared_ptr<BlockIndex> load();
     void run() noexcept;
     void put(Job& job);
+    void end_put(Job& job, std::span<const Transfer> transfers) noexcept;
     void get(Job& job);
+    void end_get(Job& job, BlockIndex& index, std::vector<Transfer>& transfers) noexcept;
     std::vector<Transfer> claim(Job& job, std::vector<std::size_t>& awaited);
     void await(Job& job, const std::vector<std::size_t>& awaited);
     std::vector<Part> start(Job& job, std::vector<Transfer>& transfers);
     void finish(Job& job, Part& part);
     std::uint32_t checksum(const Job& job, std::size_t key) const noexcept;
     void write_records(const Job& job, std::span<Transfer> transfers);
-    void clear_records(std::span<const Slot> slots);
-    std::vector<bool> write_to_volumes(std::span<const Slot> slots, std::span<const Record> records);
+    std::vector<bool> write_records(std::span<const Slot> slots, std::span<const Record> records);
+    void clear_records(std::vector<Slot> slots);
     void remove_held(std::span<const Slot> slots);
     void note(const std::string& error);
-    KeyHash hash(std::string_view key) const noexcept { return hash_of(key, seed_); }
+    std::vector<KeyHash> hashes_of(const Keys& keys) const;
     template <typename Change>
     std::vector<std::uint8_t> for_stored(const Keys& keys, Change change) const;
 
@@ -132,7 +139,8 @@ private:
     std::shared_ptr<BlockIndex> index_;  // replaced by refresh()
     std::condition_variable published_;
     std::uint64_t sequence_ = 0;
-    Figures figures_;
+    Figures figures_{};
+    std::string last_error_;
 
     std::mutex queue_mutex_;  // guards what follows
     std::condition_variable submitted_;

@@ -9,30 +9,14 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/process.h"
 
 namespace deepnvme::kvstore {
 
-// The keys of one call, in one piece of memory.
-class Keys {
-public:
-    void add(std::string_view key) {
-        bytes_ += key;
-        ends_.push_back(bytes_.size());
-    }
-    std::size_t size() const noexcept { return ends_.size(); }
-    std::string_view operator[](std::size_t i) const noexcept {
-        const std::size_t begin = i == 0 ? 0 : ends_[i - 1];
-        return std::string_view(bytes_).substr(begin, ends_[i] - begin);
-    }
-
-private:
-    std::string bytes_;
-    std::vector<std::size_t> ends_;
-};
+using Keys = std::vector<std::string>;
 
 class Job {
 public:

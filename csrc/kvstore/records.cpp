@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -36,47 +35,39 @@ bool Record::valid(std::uint64_t most_bytes) const noexcept {
     return length > 0 && length <= most_bytes && key_length <= kMostKeyBytes && crc == crc_of(*this);
 }
 
-RecordArea::RecordArea(const std::string& path, std::uint64_t begin, std::uint32_t count, bool writable)
-    : path_(path), begin_(begin), count_(count), file_(::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC)) {
+RecordArea::RecordArea(const std::string& path, std::uint64_t begin, bool writable)
+    : path_(path), begin_(begin), file_(::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC)) {
     if (!file_) throw IoError(errno, "open", path);
 }
 
 void RecordArea::read(std::uint32_t first, std::span<Record> records) const {
-    auto* to = reinterpret_cast<char*>(records.data());
-    const std::uint64_t at = begin_ + first * sizeof(Record);
-    std::size_t done = 0;
-    while (done < records.size_bytes()) {
-        const ssize_t moved = ::pread(file_.get(), to + done, records.size_bytes() - done, static_cast<off_t>(at + done));
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved < 0)
-            throw IoError(errno, "read of " + std::to_string(records.size_bytes()) + " bytes at offset " + std::to_string(at), path_);
-        if (moved == 0) break;
-        done += static_cast<std::size_t>(moved);
-    }
-    std::memset(to + done, 0, records.size_bytes() - done);
+    const auto bytes = std::as_writable_bytes(records);
+    const std::size_t done = transfer("read", first, bytes.size(), [&](std::size_t at, off_t offset) {
+        return ::pread(file_.get(), bytes.data() + at, bytes.size() - at, offset);
+    });
+    std::memset(bytes.data() + done, 0, bytes.size() - done);
 }
 
-std::vector<bool> RecordArea::write(std::span<const std::uint32_t> slots, std::span<const Record> records, std::string& error) const {
-    std::vector<bool> written(slots.size(), true);
-    for (std::size_t begin = 0, end; begin < slots.size(); begin = end) {
-        for (end = begin + 1; end < slots.size() && slots[end] == slots[end - 1] + 1;) ++end;
-        const auto* from = reinterpret_cast<const char*>(&records[begin]);
-        const std::uint64_t at = begin_ + slots[begin] * sizeof(Record), bytes = (end - begin) * sizeof(Record);
-        std::uint64_t done = 0;
-        while (done < bytes) {
-            const ssize_t moved = ::pwrite(file_.get(), from + done, bytes - done, static_cast<off_t>(at + done));
-            if (moved < 0 && errno == EINTR) continue;
-            if (moved <= 0) {
-                const std::string what = "write of " + std::to_string(bytes) + " bytes at offset " + std::to_string(at);
-                error = IoError(moved < 0 ? errno : EIO, what, path_).what();
-                std::fill(written.begin() + static_cast<std::ptrdiff_t>(begin + done / sizeof(Record)),
-                          written.begin() + static_cast<std::ptrdiff_t>(end), false);
-                break;
-            }
-            done += static_cast<std::uint64_t>(moved);
-        }
+void RecordArea::write(std::uint32_t first, std::span<const Record> records) const {
+    const auto bytes = std::as_bytes(records);
+    transfer("write", first, bytes.size(), [&](std::size_t at, off_t offset) {
+        return ::pwrite(file_.get(), bytes.data() + at, bytes.size() - at, offset);
+    });
+}
+
+// Call `move` until everything is moved, or it moves nothing any more. Returns the bytes moved.
+template <typename Move>
+std::size_t RecordArea::transfer(const char* verb, std::uint32_t first, std::size_t bytes, Move move) const {
+    const std::uint64_t begin = begin_ + first * sizeof(Record);
+    std::size_t done = 0;
+    while (done < bytes) {
+        const ssize_t moved = move(done, static_cast<off_t>(begin + done));
+        if (moved == 0) break;
+        if (moved > 0) done += static_cast<std::size_t>(moved);
+        else if (errno != EINTR)
+            throw IoError(errno, std::string(verb) + " of " + std::to_string(bytes) + " bytes at offset " + std::to_string(begin), path_);
     }
-    return written;
+    return done;
 }
 
 void RecordArea::flush() const {

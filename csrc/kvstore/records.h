@@ -7,7 +7,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/error.h"
 #include "core/fd.h"
@@ -36,23 +35,21 @@ static_assert(sizeof(Record) == 128, "a record never crosses a sector");
 class RecordArea {
 public:
     // Throws IoError.
-    RecordArea(const std::string& path, std::uint64_t begin, std::uint32_t count, bool writable);
+    RecordArea(const std::string& path, std::uint64_t begin, bool writable);
 
     // Up to records.size() records from `first` on. What the file does not have any more is returned as zeros. Throws IoError.
     void read(std::uint32_t first, std::span<Record> records) const;
-    // records[i] is that of slot slots[i]; slots in ascending order. Neighbours are written by one call. Returns for each whether the system
-    // has taken it, and in `error` why not.
-    std::vector<bool> write(std::span<const std::uint32_t> slots, std::span<const Record> records, std::string& error) const;
+    // Write the records from `first` on. Throws IoError.
+    void write(std::uint32_t first, std::span<const Record> records) const;
     // Flush the records to stable storage. Throws IoError.
     void flush() const;
 
-    std::uint32_t count() const noexcept { return count_; }
-    const std::string& path() const noexcept { return path_; }
-
 private:
+    template <typename Move>
+    std::size_t transfer(const char* verb, std::uint32_t first, std::size_t bytes, Move move) const;
+
     std::string path_;
     std::uint64_t begin_;
-    std::uint32_t count_;
     Fd file_;
 };
 

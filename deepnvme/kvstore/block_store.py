@@ -371,6 +371,8 @@ class BlockStore:
 
         Ctrl-C interrupts the waiting, and leaves the store open. Dropping the store and the interpreter's exit close it, too.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError("the store is the parent process's: a forked child cannot use it")
         for job, _ in list(self._under_way) if self._end.alive else ():
             job.wait(math.inf)
         self._end()

@@ -181,12 +181,21 @@ def test_blocks_in_the_wrong_slots_are_misses(drive: Path) -> None:
         assert store.stats().corrupt in (1, 2)
 
 
+def test_a_record_that_cannot_be_cleared_stops_no_put(direct_disk: FaultyFilesystem) -> None:
+    with opened(direct_disk / "kv") as store:
+        direct_disk.fail("write", errno.EIO, times=1)
+        assert put(store, [b"key"]) == [True]
+        assert direct_disk.heal() == ["write:EIO"]
+        assert check(store, [b"key"]) == 1
+
+
+@pytest.mark.parametrize("part", [1, 2], ids=["blocks", "records"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-def test_blocks_that_cannot_be_written_are_not_stored_and_the_store_goes_on(direct_disk: FaultyFilesystem, error: int) -> None:
+def test_blocks_that_cannot_be_written_are_not_stored(direct_disk: FaultyFilesystem, error: int, part: int) -> None:
     keys = keys_of(range(8))
     with opened(direct_disk / "kv") as store:
         assert put(store, keys[:2]) == [True, True]
-        direct_disk.fail("write", error, times=1, skip=0)
+        direct_disk.fail("write", error, times=1, skip=part)  # the first write clears records
         flags = put(store, keys)
         direct_disk.heal()
         assert flags[:2] == [True, True]
@@ -221,7 +230,7 @@ def test_blocks_that_cannot_be_read_are_misses_and_forgotten(direct_disk: Faulty
 def test_a_drive_that_drops_writes_gives_misses(direct_disk: FaultyFilesystem) -> None:
     keys = keys_of(range(8))
     with opened(direct_disk / "kv") as store:
-        direct_disk.fail("write", effect="lie", times=1)
+        direct_disk.fail("write", effect="lie", times=1, skip=1)
         put(store, keys)
         direct_disk.heal()
         assert check(store, keys) < 8
@@ -298,8 +307,8 @@ Steps = st.lists(
 @given(Steps)
 def test_it_behaves_like_a_dictionary_that_forgets(io_dir: Path, steps: list[tuple[str, list[int]]]) -> None:
     """Each put of a key has other bytes. What is there has the bytes of its last put."""
-    path = io_dir / f"model-{random.randrange(1 << 60)}"
-    store = BlockStore(path, 30 * (4096 + 1024), 4096)
+    path, capacity = io_dir / f"model-{random.randrange(1 << 60)}", 100_000  # 20 slots
+    store = BlockStore(path, capacity, 4096)
     expected: dict[bytes, torch.Tensor] = {}
     pins: dict[bytes, int] = {}
     try:
@@ -337,7 +346,7 @@ def test_it_behaves_like_a_dictionary_that_forgets(io_dir: Path, steps: list[tup
                 expected = {key: block for key, block in expected.items() if pins.get(key)}
             else:
                 store.close()
-                store = BlockStore(path, 30 * (4096 + 1024), 4096)
+                store = BlockStore(path, capacity, 4096)
                 pins.clear()
             after = store.stats()
             assert all(store.contains_many([key])[0] for key, count in pins.items() if count)

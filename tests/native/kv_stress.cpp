@@ -65,7 +65,7 @@ void index_agrees_with_a_map(Random& random) {
 }
 
 constexpr std::uint64_t kBlock = 8192;
-constexpr Slot kSlots = 64;
+constexpr Slot kRoom = 64;
 
 std::string key_of(std::uint64_t number) { return "key " + std::to_string(number); }
 
@@ -81,7 +81,7 @@ std::shared_ptr<Job> run(BlockStore& store, Job::Kind kind, const std::vector<st
     Keys keys;
     std::vector<std::span<std::byte>> blocks;
     for (std::size_t i = 0; i < numbers.size(); ++i) {
-        keys.add(key_of(numbers[i]));
+        keys.push_back(key_of(numbers[i]));
         blocks.push_back(std::span(memory).subspan(i * kBlock, kBlock));
         if (kind == Job::Kind::put) fill(blocks.back(), numbers[i]);
     }
@@ -97,7 +97,7 @@ void work(BlockStore& store, std::uint64_t seed, int rounds) {
     for (int round = 0; round < rounds; ++round) {
         std::vector<std::uint64_t> numbers(1 + below(random, 8));
         Keys keys;
-        for (std::uint64_t& number : numbers) keys.add(key_of(number = below(random, 2 * kSlots)));
+        for (std::uint64_t& number : numbers) keys.push_back(key_of(number = below(random, 2 * kRoom)));
         switch (below(random, 6)) {
             case 0: store.remove(keys); break;
             case 1: store.touch(keys); store.contains(keys); store.figures(); break;
@@ -112,7 +112,7 @@ void work(BlockStore& store, std::uint64_t seed, int rounds) {
                 }
                 Keys held;
                 for (std::size_t i = 0; i < numbers.size(); ++i)
-                    if (pinned[i]) held.add(keys[i]);
+                    if (pinned[i]) held.push_back(keys[i]);
                 for (const auto flag : store.unpin(held))
                     if (!flag) complain("a pin is lost");
                 if (round % 7 == 0) run(store, Job::Kind::put, numbers, memory);
@@ -132,9 +132,9 @@ int main(int count, char** arguments) {
     for (const char* name : {"/kv_a", "/kv_b"}) {
         paths.push_back(arguments[1] + std::string(name));
         const Fd file(::open(paths.back().c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600));
-        if (!file || ::ftruncate(file.get(), 16384 + kSlots * kBlock) != 0) complain("cannot make " + paths.back());
+        if (!file || ::ftruncate(file.get(), 16384 + kRoom * kBlock) != 0) complain("cannot make " + paths.back());
     }
-    const Layout layout{kBlock, kBlock, 4096, 16384, kSlots, 4};
+    const Layout layout{kBlock, kBlock, 4096, 16384, kRoom, 4};
     const auto engine = std::make_shared<Engine>(EngineOptions{});
     for (int time = 0; time < 3; ++time) {  // opened again with what is there
         BlockStore store(engine, paths, layout, false);
@@ -145,7 +145,7 @@ int main(int count, char** arguments) {
             std::vector<std::byte> memory, expected(kBlock);
             while (!stopped) {
                 reader.refresh();
-                const std::uint64_t number = below(numbers, 2 * kSlots);
+                const std::uint64_t number = below(numbers, 2 * kRoom);
                 if (!run(reader, Job::Kind::get, {number}, memory)->flags[0]) continue;
                 fill(expected, number);
                 if (std::memcmp(memory.data(), expected.data(), kBlock) != 0) complain("a reader got wrong bytes");
@@ -158,8 +158,8 @@ int main(int count, char** arguments) {
         stopped = true;
         beside.join();
         const Figures figures = store.figures();
-        if (figures.pinned != 0 || figures.corrupt != 0 || figures.hits == 0) complain("the figures are wrong: " + figures.last_error);
-        if (store.clear() != figures.used && figures.used > 0) complain("a block is held for good");
+        if (figures[kPinned] != 0 || figures[kCorrupt] != 0 || figures[kHits] == 0) complain("the figures are wrong: " + store.last_error());
+        if (store.clear() != figures[kUsed]) complain("a block is held for good");
     }
     std::puts("kv_stress: all well");
 }
