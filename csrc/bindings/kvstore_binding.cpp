@@ -77,16 +77,6 @@ nb::list changed_by(Store& self, nb::handle sequence) {
     return flags_of(flags);
 }
 
-nb::list contained(Store& self, nb::handle sequence) {
-    const Keys keys = keys_of(sequence);
-    std::vector<std::uint8_t> flags;
-    {
-        nb::gil_scoped_release release;
-        flags = std::as_const(self.get()).contains(keys);
-    }
-    return flags_of(flags);
-}
-
 Ticket* submit_job(Store& self, Flag read, nb::handle sequence, nb::handle addresses, nb::handle lengths, int event) {
     Keys keys = keys_of(sequence);
     const BufferView views[] = {BufferView(addresses), BufferView(lengths)};
@@ -194,7 +184,7 @@ void bind_kvstore(nb::module_& module) {
             nb::kw_only(), "engine"_a, "paths"_a, "block_bytes"_a, "slot_bytes"_a, "records_begin"_a, "blocks_begin"_a, "slots"_a,
             "stripe"_a, "read_only"_a)
         .def("submit", &submit_job, "read"_a, "keys"_a, "addresses"_a, "lengths"_a, "event"_a)
-        .def("contains", &contained, "keys"_a)
+        .def("contains", &changed_by<&BlockStore::contains>, "keys"_a)
         .def("touch", &changed_by<&BlockStore::touch>, "keys"_a)
         .def("pin", &changed_by<&BlockStore::pin>, "keys"_a)
         .def("unpin", &changed_by<&BlockStore::unpin>, "keys"_a)

@@ -105,7 +105,8 @@ Slot BlockStore::slot_at(const Place& place) const noexcept {
     return group * layout_.stripe + place.slot % layout_.stripe;
 }
 
-// The index of the blocks that the records name. Of two records of a key the later one counts.
+// The index of the blocks that the records name. Of two records of a key the later one counts. Where records cannot be read, their slots
+// are free.
 std::shared_ptr<BlockIndex> BlockStore::load() {
     auto index = std::make_shared<BlockIndex>(static_cast<Slot>(layout_.slots * volumes_.size()));
     std::vector<std::uint64_t> order;  // seconds and slot
@@ -114,7 +115,12 @@ std::shared_ptr<BlockIndex> BlockStore::load() {
     for (std::size_t volume = 0; volume < volumes_.size(); ++volume) {
         for (Slot first = 0; first < layout_.slots; first += static_cast<Slot>(records.size())) {
             const auto some = std::span(records).first(std::min<std::size_t>(records.size(), layout_.slots - first));
-            volumes_[volume].records.read(first, some);
+            try {
+                volumes_[volume].records.read(first, some);
+            } catch (const IoError& error) {  // these blocks are lost
+                note(error.what());
+                continue;
+            }
             for (std::size_t i = 0; i < some.size(); ++i) {
                 const Record& record = some[i];
                 if (!record.valid(layout_.block_bytes)) continue;
@@ -413,7 +419,7 @@ std::vector<KeyHash> BlockStore::hashes_of(const Keys& keys) const {
 }
 
 template <typename Change>
-std::vector<std::uint8_t> BlockStore::for_stored(const Keys& keys, Change change) const {
+std::vector<std::uint8_t> BlockStore::for_stored(const Keys& keys, Change change) {
     std::vector<std::uint8_t> flags(keys.size());
     const std::vector<KeyHash> hashes = hashes_of(keys);
     std::lock_guard lock(mutex_);
@@ -425,7 +431,7 @@ std::vector<std::uint8_t> BlockStore::for_stored(const Keys& keys, Change change
     return flags;
 }
 
-std::vector<std::uint8_t> BlockStore::contains(const Keys& keys) const {
+std::vector<std::uint8_t> BlockStore::contains(const Keys& keys) {
     return for_stored(keys, [](Slot) { return true; });
 }
 

@@ -48,7 +48,7 @@ using Figures = std::array<std::uint64_t, kFigures>;
 
 class BlockStore {
 public:
-    // Reads all records. Throws IoError.
+    // Reads all records. Throws IoError if a file cannot be opened.
     BlockStore(std::shared_ptr<Engine> engine, const std::vector<std::string>& paths, const Layout& layout, bool read_only);
     // As close(). Not to be called in a forked child, which has none of the threads.
     ~BlockStore();
@@ -59,7 +59,7 @@ public:
     void submit(std::shared_ptr<Job> job);
 
     // A flag for each key: whether it is stored; ... and was pinned, unpinned or removed. A pinned block is not removed.
-    std::vector<std::uint8_t> contains(const Keys& keys) const;
+    std::vector<std::uint8_t> contains(const Keys& keys);
     std::vector<std::uint8_t> touch(const Keys& keys);
     std::vector<std::uint8_t> pin(const Keys& keys);
     std::vector<std::uint8_t> unpin(const Keys& keys);
@@ -127,7 +127,7 @@ private:
     void note(const std::string& error);
     std::vector<KeyHash> hashes_of(const Keys& keys) const;
     template <typename Change>
-    std::vector<std::uint8_t> for_stored(const Keys& keys, Change change) const;
+    std::vector<std::uint8_t> for_stored(const Keys& keys, Change change);
 
     const std::shared_ptr<Engine> engine_;
     const Layout layout_;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -34,8 +34,8 @@ class BlockMemory:
     def __init__(self, blocks: Blocks, index: Iterable[int] | None, writable: bool) -> None:
         self.addresses, self.lengths = array("Q"), array("Q")
         self._owners: list[Any] = []
-        if index is None and isinstance(blocks, Sequence) and not isinstance(blocks, bytes | bytearray | memoryview):
-            for block in blocks:
+        if index is None and not _is_one(blocks):
+            for block in cast("Sequence[torch.Tensor | Buffer]", blocks):
                 address, rows, _, row_bytes = self._rows_of(block, writable, rows=False)
                 self.addresses.append(address)
                 self.lengths.append(rows * row_bytes)
@@ -71,3 +71,14 @@ class BlockMemory:
         if not rows and found[1] != 1 and found[2] != found[3]:
             raise ValueError("a block must be contiguous")
         return found
+
+
+def _is_one(blocks: object) -> bool:
+    """Return whether the blocks are in one tensor or buffer."""
+    if isinstance(blocks, torch.Tensor):
+        return True
+    try:
+        memoryview(blocks)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True

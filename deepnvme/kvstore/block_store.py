@@ -325,7 +325,6 @@ class BlockStore:
 
         Raises:
             ValueError: If the store is not read-only: it has written all blocks itself.
-            OSError: If the records cannot be read. The store is as it was.
         """
         if not self._read_only:
             raise ValueError("only a read-only store has blocks of another process to find")

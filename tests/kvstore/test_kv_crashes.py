@@ -227,6 +227,19 @@ def test_blocks_that_cannot_be_read_are_misses_and_forgotten(direct_disk: Faulty
         assert check(store, keys) == 8
 
 
+def test_records_that_cannot_be_read_lose_blocks_only(direct_disk: FaultyFilesystem) -> None:
+    keys = keys_of(range(8))
+    with opened(direct_disk / "kv") as store:
+        put(store, keys)
+    direct_disk.fail("read", errno.EIO, times=1, skip=2)  # the first two read the headers
+    with opened(direct_disk / "kv") as store:
+        assert direct_disk.heal() == ["read:EIO"]
+        assert "at offset 8192" in store.stats().last_error
+        assert check(store, keys) == 0
+        assert all(put(store, keys))
+        assert check(store, keys) == 8
+
+
 def test_a_drive_that_drops_writes_gives_misses(direct_disk: FaultyFilesystem) -> None:
     keys = keys_of(range(8))
     with opened(direct_disk / "kv") as store:
