@@ -68,7 +68,7 @@ class BlockMemory:
                 raise ValueError(f"a block must be contiguous, got shape {tuple(row.shape)} with strides {row.stride()}")
             stride = block.stride(0) * block.element_size() if row is not block else row.nbytes
             found = (block.data_ptr(), len(block) if row is not block else 1, stride, row.nbytes)
-        if not rows and found[1] != 1 and found[2] != found[3]:
+        if not rows and found[1] > 1 and found[2] != found[3]:
             raise ValueError("a block must be contiguous")
         return found
 
