@@ -354,6 +354,7 @@ void BlockStore::finish(Job& job, Part& part) {
     const Pieces& pieces = *part.request->pieces();
     for (std::size_t i = 0; i < part.transfers.size(); ++i) {
         if (!error || !pieces.failed(i)) part.transfers[i].outcome = Transfer::Outcome::done;
+        else if (error->error() == ENODATA) part.transfers[i].outcome = Transfer::Outcome::mismatched;  // the file was cut off
         else if (blames_drive(*error)) part.transfers[i].outcome = Transfer::Outcome::drive_failed;
     }
     if (error) note(error->what());
