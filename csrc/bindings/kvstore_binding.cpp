@@ -33,9 +33,11 @@ struct OfProcess {
     ~OfProcess() {
         if (generation != process_generation()) new std::shared_ptr<Shared>(std::move(thing));
     }
-    Shared& get() const {
+    // Shared, so that it outlives a call during which another thread closes the store.
+    std::shared_ptr<Shared> get() const {
         if (generation != process_generation()) throw std::runtime_error("the store is the parent process's: a forked child cannot use it");
-        return *thing;
+        if (!thing) throw value_error("the store is closed");
+        return thing;
     }
 };
 
@@ -69,10 +71,11 @@ nb::list flags_of(const std::vector<std::uint8_t>& flags) {
 template <std::vector<std::uint8_t> (BlockStore::*method)(const Keys&)>
 nb::list changed_by(Store& self, nb::handle sequence) {
     const Keys keys = keys_of(sequence);
+    const auto store = self.get();
     std::vector<std::uint8_t> flags;
     {
         nb::gil_scoped_release release;
-        flags = (self.get().*method)(keys);
+        flags = (store.get()->*method)(keys);
     }
     return flags_of(flags);
 }
@@ -87,13 +90,13 @@ Ticket* submit_job(Store& self, Flag read, nb::handle sequence, nb::handle addre
     for (std::size_t i = 0; i < where.size(); ++i) memory.emplace_back(reinterpret_cast<std::byte*>(where[i]), nbytes[i]);
     auto job = std::make_shared<Job>(read ? Job::Kind::get : Job::Kind::put, std::move(keys), std::move(memory), event);
     auto ticket = std::make_unique<Ticket>(job);
-    self.get().submit(std::move(job));
+    self.get()->submit(std::move(job));
     return ticket.release();
 }
 
 bool wait_for_job(Ticket& self, double seconds) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(seconds, 3e7));
-    while (!self.get().done()) {
+    while (!self.get()->done()) {
         const auto left = end - std::chrono::steady_clock::now();
         if (left.count() <= 0) return false;
         {
@@ -106,10 +109,10 @@ bool wait_for_job(Ticket& self, double seconds) {
 }
 
 nb::dict figures_of(const Store& self) {
-    const Figures now = self.get().figures();
+    const Figures now = self.get()->figures();
     nb::dict all;
     for (std::size_t i = 0; i < kFigures; ++i) all[kFigureNames[i]] = now[i];
-    all["last_error"] = decoded(self.get().last_error());
+    all["last_error"] = decoded(self.get()->last_error());
     return all;
 }
 
@@ -167,10 +170,10 @@ void bind_kvstore(nb::module_& module) {
     kvstore.def("rows_of", &rows_of, "buffer"_a, "writable"_a);
     bind_index(kvstore);
     nb::class_<Ticket>(kvstore, "Job", nb::is_weak_referenceable())
-        .def_prop_ro("done", [](const Ticket& self) { return self.get().done(); })
+        .def_prop_ro("done", [](const Ticket& self) { return self.get()->done(); })
         .def("wait", &wait_for_job, "seconds"_a)
-        .def_prop_ro("flags", [](const Ticket& self) { return flags_of(self.get().flags); })
-        .def_prop_ro("memory_lost", [](const Ticket& self) { return self.get().memory_lost.load(); });
+        .def_prop_ro("flags", [](const Ticket& self) { return flags_of(self.get()->flags); })
+        .def_prop_ro("memory_lost", [](const Ticket& self) { return self.get()->memory_lost.load(); });
     nb::class_<Store>(kvstore, "BlockStore", nb::is_weak_referenceable())
         .def(
             "__init__",
@@ -189,9 +192,22 @@ void bind_kvstore(nb::module_& module) {
         .def("pin", &changed_by<&BlockStore::pin>, "keys"_a)
         .def("unpin", &changed_by<&BlockStore::unpin>, "keys"_a)
         .def("remove", &changed_by<&BlockStore::remove>, "keys"_a)
-        .def("clear", [](Store& self) { return self.get().clear(); }, nb::call_guard<nb::gil_scoped_release>())
-        .def("refresh", [](Store& self) { self.get().refresh(); }, nb::call_guard<nb::gil_scoped_release>())
-        .def("close", [](Store& self) { self.get().close(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("clear", [](Store& self) {
+            const auto store = self.get();
+            nb::gil_scoped_release release;
+            return store->clear();
+        })
+        .def("refresh", [](Store& self) {
+            const auto store = self.get();
+            nb::gil_scoped_release release;
+            store->refresh();
+        })
+        .def("close", [](Store& self) {
+            const auto store = self.get();
+            self.thing.reset();  // the files are closed once no other thread is in a call
+            nb::gil_scoped_release release;
+            store->close();
+        })
         .def("figures", &figures_of);
 }
 

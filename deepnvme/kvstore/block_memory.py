@@ -63,11 +63,12 @@ class BlockMemory:
                     f"blocks must be dense and on the CPU, got one of {block.layout} on {block.device}: copy it there"
                 )
             self._owners.append(block.untyped_storage())
-            row = block[0] if rows and block.dim() > 0 and len(block) > 0 else block
+            count = len(block) if rows and block.dim() > 0 else 1
+            row = block[0] if rows and block.dim() > 0 and count > 0 else block
             if not row.is_contiguous():
                 raise ValueError(f"a block must be contiguous, got shape {tuple(row.shape)} with strides {row.stride()}")
             stride = block.stride(0) * block.element_size() if row is not block else row.nbytes
-            found = (block.data_ptr(), len(block) if row is not block else 1, stride, row.nbytes)
+            found = (block.data_ptr(), count, stride, row.nbytes)
         if not rows and found[1] > 1 and found[2] != found[3]:
             raise ValueError("a block must be contiguous")
         return found

@@ -114,7 +114,7 @@ def test_what_cannot_be_stored_is_refused_by_name(store: BlockStore) -> None:
         (ValueError, "contiguous", lambda: store.put_many([b"a"], [block.view(-1, 2).t()])),
         (ValueError, "read-only", lambda: store.get_many([b"a"], [bytes(BLOCK)])),
         (ValueError, "on the CPU", lambda: store.put_many([b"a"], [block.to("meta")])),
-        (TypeError, "", lambda: store.put_many([b"a"], [7])),  # type: ignore[list-item]
+        (TypeError, "bytes-like", lambda: store.put_many([b"a"], [7])),  # type: ignore[list-item]
     ]:
         with pytest.raises(error, match=text):
             call()

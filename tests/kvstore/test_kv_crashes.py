@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,7 @@ Steps = st.lists(
 @given(Steps)
 def test_it_behaves_like_a_dictionary_that_forgets(io_dir: Path, steps: list[tuple[str, list[int]]]) -> None:
     """Each put of a key has other bytes. What is there has the bytes of its last put."""
-    path, capacity = io_dir / f"model-{random.randrange(1 << 60)}", 100_000  # 20 slots
+    path, capacity = Path(tempfile.mkdtemp(dir=io_dir)), 100_000  # 20 slots
     store = BlockStore(path, capacity, 4096)
     expected: dict[bytes, torch.Tensor] = {}
     pins: dict[bytes, int] = {}
