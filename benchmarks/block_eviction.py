@@ -1,10 +1,10 @@
-"""Which blocks a ``BlockStore`` evicts, against LRU, LFU and ARC: hit rates on simulated requests, without a drive.
+"""Which blocks a ``BlockStore`` evicts, against LRU, LFU and ARC: hit rates on simulated requests.
 
-    python benchmarks/block_eviction.py [--requests 200000] [--json FILE]
+    python benchmarks/block_eviction.py --dir /mnt/nvme/bench [--requests 200000] [--json FILE]
 
 A request asks for the blocks of a prompt in order. Blocks from the first miss on are computed and put. The hit rate is that of
 the blocks before the first miss, since a prompt's later blocks are no use without the earlier ones. All contenders count the
-blocks of a request from the last to the first, so that the beginnings of prompts stay longest.
+blocks of a request from the last to the first, so that the beginnings of prompts stay longest. The store's blocks have one byte.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import heapq
 import itertools
 import json
 import random
+import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deepnvme.ops import load_async_io
+from deepnvme.kvstore import BlockStore
 
 Keys = list[bytes]
 
@@ -32,6 +33,21 @@ class Policy(Protocol):
 
     def put(self, keys: Keys) -> None:
         """Have each key."""
+
+
+class Store:
+    """A ``BlockStore``."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        self.store = BlockStore(folder, 12288 + 4224 * slots, 1)
+        if self.store.stats().slots != slots:
+            raise RuntimeError(f"the store has {self.store.stats().slots} slots, not {slots}")
+
+    def get(self, keys: Keys) -> list[bool]:
+        return self.store.touch(keys)
+
+    def put(self, keys: Keys) -> None:
+        self.store.put_many(keys, bytes(len(keys))).result()
 
 
 class LRU:
@@ -230,19 +246,23 @@ def traces(requests: int) -> dict[str, tuple[int, Callable[[], Iterator[Keys]]]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="directory on a drive")
     parser.add_argument("--requests", type=int, default=200_000, help="requests of a trace (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the hit rates")
     options = parser.parse_args(arguments)
-    contenders: dict[str, Callable[[int], Policy]] = {
-        "BlockStore": load_async_io().kvstore.BlockIndex, "LRU": LRU, "LFU": LFU, "ARC": ARC,
-    }  # fmt: skip
-    print(f"{'hit rate, %':40}", *(f"{name:>11}" for name in contenders), "  below the best")
+    in_memory: dict[str, Callable[[int], Policy]] = {"LRU": LRU, "LFU": LFU, "ARC": ARC}
+    print(f"{'hit rate, %':40}", *(f"{name:>11}" for name in ("BlockStore", *in_memory)), "  below the best")
     rates: dict[str, dict[str, float]] = {}
+    options.dir.mkdir(parents=True, exist_ok=True)
     for name, (slots, requests) in traces(options.requests).items():
-        total = sum(1 for _ in requests())
-        rates[name] = {each: 100 * hit_rate(make(slots), requests(), total // 5) for each, make in contenders.items()}
+        warm = sum(1 for _ in requests()) // 5
+        with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+            store = Store(Path(folder), slots)
+            rates[name] = {"BlockStore": 100 * hit_rate(store, requests(), warm)}
+            store.store.close()
+        rates[name].update({each: 100 * hit_rate(make(slots), requests(), warm) for each, make in in_memory.items()})
         below = max(rates[name].values()) - rates[name]["BlockStore"]
-        print(f"{name:40}", *(f"{rate:11.1f}" for rate in rates[name].values()), f"{below:16.1f}")
+        print(f"{name:40}", *(f"{rate:11.1f}" for rate in rates[name].values()), f"{below:16.1f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rates, indent=1) + "\n")
 

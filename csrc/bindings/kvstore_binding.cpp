@@ -1,8 +1,7 @@
 // The submodule `kvstore`: blocks by key on drives. deepnvme/kvstore keeps the memory of jobs, whose addresses are not checked.
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+#include <fcntl.h>
 
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -45,37 +44,31 @@ using Store = OfProcess<BlockStore>;
 using Ticket = OfProcess<Job>;
 
 Keys keys_of(nb::handle sequence) {
-    PyObject* listed = PySequence_Tuple(sequence.ptr());
-    if (!listed) throw nb::python_error();
-    const nb::tuple tuple = nb::steal<nb::tuple>(listed);
     Keys keys;
-    for (std::size_t i = 0; i < tuple.size(); ++i) {
-        char* text = nullptr;
-        Py_ssize_t size = 0;
-        PyObject* key = PyTuple_GetItem(tuple.ptr(), static_cast<Py_ssize_t>(i));
-        if (!PyBytes_Check(key)) throw type_error("a key must be bytes, got " + name_of_type(key) + " at " + std::to_string(i));
-        if (PyBytes_AsStringAndSize(key, &text, &size) != 0) throw nb::python_error();
-        if (static_cast<std::size_t>(size) > kMostKeyBytes)
-            throw value_error("a key has at most " + std::to_string(kMostKeyBytes) + " bytes, got " + std::to_string(size) + " at " + std::to_string(i));
-        keys.emplace_back(text, static_cast<std::size_t>(size));
+    for (const nb::handle key : nb::iter(sequence)) {
+        if (!PyBytes_Check(key.ptr())) throw type_error("a key must be bytes, got " + name_of_type(key) + " at " + std::to_string(keys.size()));
+        const auto text = nb::borrow<nb::bytes>(key);
+        if (text.size() > kMostKeyBytes)
+            throw value_error("a key has at most " + std::to_string(kMostKeyBytes) + " bytes, got " + std::to_string(text.size()) + " at " +
+                              std::to_string(keys.size()));
+        keys.emplace_back(text.c_str(), text.size());
     }
     return keys;
 }
 
-nb::list flags_of(const std::vector<std::uint8_t>& flags) {
+nb::list flags_of(const Flags& flags) {
     nb::list all;
     for (const std::uint8_t flag : flags) all.append(nb::bool_(flag != 0));
     return all;
 }
 
-template <std::vector<std::uint8_t> (BlockStore::*method)(const Keys&)>
-nb::list changed_by(Store& self, nb::handle sequence) {
+nb::list use_keys(Store& self, nb::handle sequence, Use how) {
     const Keys keys = keys_of(sequence);
     const auto store = self.get();
-    std::vector<std::uint8_t> flags;
+    Flags flags;
     {
         nb::gil_scoped_release release;
-        flags = (store.get()->*method)(keys);
+        flags = store->use(keys, how);
     }
     return flags_of(flags);
 }
@@ -88,7 +81,9 @@ Ticket* submit_job(Store& self, Flag read, nb::handle sequence, nb::handle addre
         throw value_error("there must be as many blocks as keys, got " + std::to_string(where.size()) + " and " + std::to_string(keys.size()));
     std::vector<std::span<std::byte>> memory;
     for (std::size_t i = 0; i < where.size(); ++i) memory.emplace_back(reinterpret_cast<std::byte*>(where[i]), nbytes[i]);
-    auto job = std::make_shared<Job>(read ? Job::Kind::get : Job::Kind::put, std::move(keys), std::move(memory), event);
+    Fd own_event(event < 0 ? -1 : ::fcntl(event, F_DUPFD_CLOEXEC, 0));
+    if (event >= 0 && !own_event) throw IoError(errno, "duplicating the eventfd", "");
+    auto job = std::make_shared<Job>(read ? Job::Kind::get : Job::Kind::put, std::move(keys), std::move(memory), std::move(own_event));
     auto ticket = std::make_unique<Ticket>(job);
     self.get()->submit(std::move(job));
     return ticket.release();
@@ -127,48 +122,11 @@ nb::tuple rows_of(nb::handle object, Flag writable) {
     return nb::make_tuple(reinterpret_cast<std::uintptr_t>(view->buf), rows, view->ndim > 0 ? view->strides[0] : bytes, bytes);
 }
 
-void bind_index(nb::module_& module) {
-    // What a store would have in its slots, without the blocks: for benchmarks of the policy, and for tests.
-    nb::class_<BlockIndex>(module, "BlockIndex")
-        .def(nb::init<Slot>(), "slots"_a)
-        .def(
-            "get",
-            [](BlockIndex& self, nb::handle sequence) {
-                const Keys keys = keys_of(sequence);
-                std::vector<std::uint8_t> flags(keys.size());
-                for (std::size_t i = keys.size(); i-- > 0;) {
-                    const Slot slot = self.find(hash_of(keys[i], 0));
-                    if ((flags[i] = slot != kNoSlot)) self.touch(slot);
-                }
-                return flags_of(flags);
-            },
-            "keys"_a)
-        .def(
-            "put",
-            [](BlockIndex& self, nb::handle sequence) {
-                const Keys keys = keys_of(sequence);
-                for (std::size_t i = keys.size(); i-- > 0;) {
-                    const KeyHash hash = hash_of(keys[i], 0);
-                    if (const Slot present = self.find(hash); present != kNoSlot) {
-                        self.touch(present);
-                        continue;
-                    }
-                    for (const Slot slot : self.reserve(1)) self.claim(slot, hash), self.publish(slot, 1, 0);
-                }
-            },
-            "keys"_a)
-        .def_prop_ro("used", &BlockIndex::used)
-        .def_prop_ro("nbytes", &BlockIndex::nbytes);
-}
-
 }  // namespace
 
 void bind_kvstore(nb::module_& module) {
     auto kvstore = module.def_submodule("kvstore");
-    kvstore.attr("MOST_KEY_BYTES") = kMostKeyBytes;
-    kvstore.attr("RECORD_BYTES") = sizeof(Record);
     kvstore.def("rows_of", &rows_of, "buffer"_a, "writable"_a);
-    bind_index(kvstore);
     nb::class_<Ticket>(kvstore, "Job", nb::is_weak_referenceable())
         .def_prop_ro("done", [](const Ticket& self) { return self.get()->done(); })
         .def("wait", &wait_for_job, "seconds"_a)
@@ -177,21 +135,23 @@ void bind_kvstore(nb::module_& module) {
     nb::class_<Store>(kvstore, "BlockStore", nb::is_weak_referenceable())
         .def(
             "__init__",
-            [](Store* self, const Session& engine, const std::vector<std::string>& paths, std::uint64_t block_bytes, std::uint64_t slot_bytes,
-               std::uint64_t records_begin, std::uint64_t blocks_begin, Slot slots, Slot stripe, Flag read_only) {
-                const Layout layout{block_bytes, slot_bytes, records_begin, blocks_begin, slots, stripe};
+            [](Store* self, const Session& engine, const nb::list& paths, std::uint64_t block_bytes, std::uint64_t slot_bytes,
+               std::uint64_t records_begin, std::uint64_t blocks_begin, Slot slots, Flag read_only) {
+                const Layout layout{block_bytes, slot_bytes, records_begin, blocks_begin, slots};
+                std::vector<std::string> names;
+                for (const nb::handle path : paths) names.push_back(path_of(path));
                 auto shared = engine.shared_engine();
                 nb::gil_scoped_release release;
-                new (self) Store(std::make_shared<BlockStore>(std::move(shared), paths, layout, read_only));
+                new (self) Store(std::make_shared<BlockStore>(std::move(shared), names, layout, read_only));
             },
             nb::kw_only(), "engine"_a, "paths"_a, "block_bytes"_a, "slot_bytes"_a, "records_begin"_a, "blocks_begin"_a, "slots"_a,
-            "stripe"_a, "read_only"_a)
+            "read_only"_a)
         .def("submit", &submit_job, "read"_a, "keys"_a, "addresses"_a, "lengths"_a, "event"_a)
-        .def("contains", &changed_by<&BlockStore::contains>, "keys"_a)
-        .def("touch", &changed_by<&BlockStore::touch>, "keys"_a)
-        .def("pin", &changed_by<&BlockStore::pin>, "keys"_a)
-        .def("unpin", &changed_by<&BlockStore::unpin>, "keys"_a)
-        .def("remove", &changed_by<&BlockStore::remove>, "keys"_a)
+        .def("contains", [](Store& self, nb::handle keys) { return use_keys(self, keys, Use::none); }, "keys"_a)
+        .def("touch", [](Store& self, nb::handle keys) { return use_keys(self, keys, Use::touch); }, "keys"_a)
+        .def("pin", [](Store& self, nb::handle keys) { return use_keys(self, keys, Use::pin); }, "keys"_a)
+        .def("unpin", [](Store& self, nb::handle keys) { return use_keys(self, keys, Use::unpin); }, "keys"_a)
+        .def("remove", [](Store& self, nb::handle keys) { return use_keys(self, keys, Use::remove); }, "keys"_a)
         .def("clear", [](Store& self) {
             const auto store = self.get();
             nb::gil_scoped_release release;

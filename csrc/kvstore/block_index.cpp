@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <ranges>
 #include <utility>
 
 namespace deepnvme::kvstore {
 
 namespace {
-
-constexpr std::uint32_t kClock = UINT32_MAX >> 1;  // mask of the clock in a stamp
 
 std::uint64_t mixed(std::uint64_t word) noexcept {
     word = (word ^ word >> 32) * 0x9E3779B97F4A7C15u;
@@ -35,29 +34,48 @@ std::uint64_t BlockIndex::nbytes() const noexcept {
     return entries_.size() * sizeof(Entry) + table_.size() * sizeof(Slot) + evicted_.size() * sizeof(Evicted);
 }
 
+void BlockIndex::place(Slot slot, const KeyHash& key, std::uint32_t length, std::uint32_t crc) noexcept {
+    Entry& entry = entries_[slot];
+    entry.key = key;
+    entry.length = length;
+    entry.crc = crc;
+    entry.state = State::stored;
+}
+
+void BlockIndex::finish_placing(std::vector<Placed> placed) {
+    // Of one put the last blocks are in the last slots, and evicted first: see BlockStore::end_put().
+    std::ranges::sort(placed, {}, [](const Placed& each) { return std::pair(~each.sequence, each.slot); });
+    for (const Placed& each : placed) {
+        if (find(entries_[each.slot].key) == kNoSlot) insert(each.slot);
+        else entries_[each.slot].state = State::free;
+    }
+    for (const Placed& each : placed | std::views::reverse)
+        if (stored(each.slot)) append(each.slot, kOnce);
+    used_ = slots();
+    for (Slot slot = slots(); slot-- > 0;)  // downwards, so that the first free ones are taken first
+        if (!stored(slot)) vacate(slot, false);
+}
+
 // The hash table: linear probing. -----------------------------------------------------------------------------------------------
 
 Slot BlockIndex::find(const KeyHash& key) const noexcept {
-    for (std::size_t i = home_of(key);; i = i + 1 == table_.size() ? 0 : i + 1) {
-        if (table_[i] == kNoSlot) return kNoSlot;
-        if (entries_[table_[i]].key == key) return table_[i];
-    }
+    std::size_t i = home_of(key);
+    while (table_[i] != kNoSlot && entries_[table_[i]].key != key) i = after(i);
+    return table_[i];
 }
 
-void BlockIndex::insert(Slot slot, const KeyHash& key) noexcept {
-    entries_[slot].key = key;
-    std::size_t i = home_of(key);
-    while (table_[i] != kNoSlot) i = i + 1 == table_.size() ? 0 : i + 1;
+void BlockIndex::insert(Slot slot) noexcept {
+    std::size_t i = home_of(entries_[slot].key);
+    while (table_[i] != kNoSlot) i = after(i);
     table_[i] = slot;
 }
 
 // Those behind it that are not where they belong move up, so that no gap cuts them off.
 void BlockIndex::erase(Slot slot) noexcept {
-    const auto next = [this](std::size_t i) { return i + 1 == table_.size() ? 0 : i + 1; };
     const auto distance = [this](std::size_t from, std::size_t to) { return to >= from ? to - from : to + table_.size() - from; };
     std::size_t gap = home_of(entries_[slot].key);
-    while (table_[gap] != slot) gap = next(gap);
-    for (std::size_t i = next(gap); table_[i] != kNoSlot; i = next(i)) {
+    while (table_[gap] != slot) gap = after(gap);
+    for (std::size_t i = after(gap); table_[i] != kNoSlot; i = after(i)) {
         if (distance(home_of(entries_[table_[i]].key), i) < distance(gap, i)) continue;
         table_[gap] = table_[i];
         gap = i;
@@ -67,53 +85,37 @@ void BlockIndex::erase(Slot slot) noexcept {
 
 // The queues. -------------------------------------------------------------------------------------------------------------------
 
-void BlockIndex::append(Slot slot, std::uint8_t queue) noexcept {
+void BlockIndex::append(Slot slot, Queue queue) noexcept {
     Entry& entry = entries_[slot];
-    Queue& to = queues_[queue];
+    Ends& ends = queues_[queue];
     entry.queue = queue;
-    entry.previous = to.last;
+    entry.previous = ends.last;
     entry.next = kNoSlot;
-    (to.last == kNoSlot ? to.first : entries_[to.last].next) = slot;
-    to.last = slot;
-    ++to.size;
+    (ends.last == kNoSlot ? ends.first : entries_[ends.last].next) = slot;
+    ends.last = slot;
+    ++ends.size;
 }
 
 void BlockIndex::unlink(Slot slot) noexcept {
     const Entry& entry = entries_[slot];
-    Queue& from = queues_[entry.queue];
-    (entry.previous == kNoSlot ? from.first : entries_[entry.previous].next) = entry.next;
-    (entry.next == kNoSlot ? from.last : entries_[entry.next].previous) = entry.previous;
-    --from.size;
-}
-
-void BlockIndex::free(Slot slot) noexcept {
-    Entry& entry = entries_[slot];
-    entry.state = State::free;
-    entry.next = free_;
-    free_ = slot;
-    --used_;
-}
-
-void BlockIndex::put_aside(Slot slot) noexcept {
-    entries_[slot].state = State::set_aside;
-    --used_;
-    ++set_aside_;
+    Ends& ends = queues_[entry.queue];
+    (entry.previous == kNoSlot ? ends.first : entries_[entry.previous].next) = entry.next;
+    (entry.next == kNoSlot ? ends.last : entries_[entry.next].previous) = entry.previous;
+    --ends.size;
 }
 
 // Evict a block and return its slot, which stays used; kNoSlot if every block is held.
 Slot BlockIndex::evict() noexcept {
     while (queues_[kOnce].size + queues_[kOften].size > 0) {
-        const bool once = queues_[kOnce].size > target_ || queues_[kOften].size == 0;
-        const Slot slot = queues_[once ? kOnce : kOften].first;
-        Entry& entry = entries_[slot];
+        const Queue queue = queues_[kOnce].size > target_ || queues_[kOften].size == 0 ? kOnce : kOften;
+        const Slot slot = queues_[queue].first;
         unlink(slot);
-        if (!once && entry.uses > 0) {
-            --entry.uses;
+        if (queue == kOften && std::exchange(entries_[slot].used_again, false)) {
             append(slot, kOften);
             continue;
         }
         erase(slot);
-        remember(entry.key, entry.queue);
+        remember(entries_[slot].key, queue);
         ++evictions_;
         return slot;
     }
@@ -128,31 +130,30 @@ std::span<BlockIndex::Evicted> BlockIndex::bucket_of(const KeyHash& key) noexcep
 
 // Instead of the key that was evicted longest ago, of those that could be in the same places: of the first queue, if more of it are
 // remembered than the second queue has slots.
-void BlockIndex::remember(const KeyHash& key, std::uint8_t queue) noexcept {
+void BlockIndex::remember(const KeyHash& key, Queue queue) noexcept {
     clock_ = (clock_ + 1) & kClock;
-    const bool often = queues_[kOnce].remembered + queues_[kOnce].size <= slots();
+    const Queue less_useful = queues_[kOnce].remembered + queues_[kOnce].size > slots() ? kOnce : kOften;
     const auto age = [&](const Evicted& each) -> std::uint64_t {
-        if (each.stamp == UINT32_MAX) return UINT64_MAX;
-        return ((clock_ - each.stamp) & kClock) + ((each.stamp > kClock) == often ? std::uint64_t{1} << 32 : 0);
+        if (each.stamp == kNever) return UINT64_MAX;
+        return ((clock_ - each.stamp) & kClock) + (each.queue() == less_useful ? std::uint64_t{1} << 32 : 0);
     };
-    const auto places = bucket_of(key);
-    Evicted& oldest = *std::max_element(places.begin(), places.end(), [&](const auto& left, const auto& right) { return age(left) < age(right); });
+    Evicted& oldest = *std::ranges::max_element(bucket_of(key), {}, age);
     forget(oldest);
     oldest = {static_cast<std::uint32_t>(key.high), clock_ | (queue == kOften ? kClock + 1 : 0)};
     ++queues_[queue].remembered;
 }
 
 void BlockIndex::forget(Evicted& evicted) noexcept {
-    if (evicted.stamp != UINT32_MAX) --queues_[evicted.stamp > kClock ? kOften : kOnce].remembered;
+    if (evicted.stamp != kNever) --queues_[evicted.queue()].remembered;
     evicted = {};
 }
 
 // Where a new block goes: to those used often, if it is remembered. The queue that it was evicted from should have been longer.
-std::uint8_t BlockIndex::queue_for(const KeyHash& key) noexcept {
+BlockIndex::Queue BlockIndex::queue_for(const KeyHash& key) noexcept {
     for (Evicted& each : bucket_of(key)) {
-        if (each.stamp == UINT32_MAX || each.fingerprint != static_cast<std::uint32_t>(key.high)) continue;
+        if (each.stamp == kNever || each.fingerprint != static_cast<std::uint32_t>(key.high)) continue;
         const std::uint64_t once = queues_[kOnce].remembered, often = queues_[kOften].remembered;
-        if (each.stamp <= kClock) target_ = std::min<std::uint64_t>(target_ + std::max<std::uint64_t>(often / once, 1), slots());
+        if (each.queue() == kOnce) target_ = std::min<std::uint64_t>(target_ + std::max<std::uint64_t>(often / once, 1), slots());
         else target_ -= std::min(target_, std::max<std::uint64_t>(once / often, 1));
         forget(each);
         return kOften;
@@ -160,7 +161,7 @@ std::uint8_t BlockIndex::queue_for(const KeyHash& key) noexcept {
     return kOnce;
 }
 
-// New blocks. --------------------------------------------------------------------------------------------------------------------
+// The life of a block. -----------------------------------------------------------------------------------------------------------
 
 std::vector<Slot> BlockIndex::reserve(std::size_t most) {
     std::vector<Slot> reserved;
@@ -168,22 +169,16 @@ std::vector<Slot> BlockIndex::reserve(std::size_t most) {
     while (reserved.size() < most) {
         Slot slot = free_;
         if (slot != kNoSlot) free_ = entries_[slot].next, ++used_;
-        else if (fresh_ < slots()) slot = fresh_++, ++used_;
-        else slot = evict();
-        if (slot == kNoSlot) break;
-        entries_[slot].state = State::reserved;
+        else if ((slot = evict()) == kNoSlot) break;
         reserved.push_back(slot);
     }
-    std::sort(reserved.begin(), reserved.end());
+    std::ranges::sort(reserved);
     return reserved;
 }
 
 void BlockIndex::claim(Slot slot, const KeyHash& key) noexcept {
-    Entry& entry = entries_[slot];
-    entry = {};
-    entry.state = State::writing;
-    entry.queue = queue_for(key);
-    insert(slot, key);
+    entries_[slot] = {.key = key, .state = State::writing, .queue = queue_for(key)};
+    insert(slot);
 }
 
 void BlockIndex::publish(Slot slot, std::uint32_t length, std::uint32_t crc) noexcept {
@@ -194,35 +189,12 @@ void BlockIndex::publish(Slot slot, std::uint32_t length, std::uint32_t crc) noe
     append(slot, entry.queue);
 }
 
-void BlockIndex::abandon(Slot slot, bool set_aside) noexcept {
-    erase(slot);
-    if (set_aside) put_aside(slot);
-    else free(slot);
-}
-
-void BlockIndex::place(Slot slot, const KeyHash& key, std::uint32_t length, std::uint32_t crc) noexcept {
-    Entry& entry = entries_[slot];
-    entry.state = State::stored;
-    entry.length = length;
-    entry.crc = crc;
-    ++used_;
-    insert(slot, key);
-}
-
-void BlockIndex::displace(Slot slot) noexcept {
-    erase(slot);
-    entries_[slot].state = State::fresh;
+void BlockIndex::vacate(Slot slot, bool set_aside) noexcept {
     --used_;
+    entries_[slot].state = set_aside ? State::set_aside : State::free;
+    if (set_aside) ++set_aside_;
+    else entries_[slot].next = std::exchange(free_, slot);
 }
-
-void BlockIndex::finish_placing() noexcept {
-    fresh_ = slots();
-    used_ = slots();
-    for (Slot slot = slots(); slot-- > 0;)  // downwards, so that the first free ones are taken first
-        if (entries_[slot].state != State::stored) free(slot);
-}
-
-// Stored blocks. -----------------------------------------------------------------------------------------------------------------
 
 bool BlockIndex::hold(Slot slot) noexcept {
     Entry& entry = entries_[slot];
@@ -233,43 +205,31 @@ bool BlockIndex::hold(Slot slot) noexcept {
 
 void BlockIndex::release(Slot slot) noexcept {
     Entry& entry = entries_[slot];
-    if (entry.state == State::stored) entry.uses = std::min<std::uint8_t>(entry.uses + 1, kMostUses);
+    entry.used_again = true;
     if (--entry.holds > 0) return;
     if (entry.state == State::stored) append(slot, kOften);
-    else if (entry.spoilt) put_aside(slot);
-    else free(slot);
+    else vacate(slot, entry.state == State::removed_after_error);
 }
 
 bool BlockIndex::pin(Slot slot) noexcept {
-    Entry& entry = entries_[slot];
     if (!hold(slot)) return false;
-    if (entry.pins++ == 0) ++pinned_;
+    if (entries_[slot].pins++ == 0) ++pinned_;
     return true;
 }
 
 bool BlockIndex::unpin(Slot slot) noexcept {
-    Entry& entry = entries_[slot];
-    if (entry.pins == 0) return false;
-    if (--entry.pins == 0) --pinned_;
+    if (entries_[slot].pins == 0) return false;
+    if (--entries_[slot].pins == 0) --pinned_;
     release(slot);
     return true;
-}
-
-void BlockIndex::touch(Slot slot) noexcept {
-    if (hold(slot)) release(slot);
 }
 
 void BlockIndex::remove(Slot slot, bool set_aside) noexcept {
     Entry& entry = entries_[slot];
     erase(slot);
-    if (entry.holds == 0) unlink(slot);
     if (entry.pins > 0) --pinned_;
     entry.holds = static_cast<std::uint16_t>(entry.holds - std::exchange(entry.pins, 0));
-    entry.state = State::removed;
-    entry.spoilt = set_aside;
-    if (entry.holds > 0) return;
-    if (set_aside) put_aside(slot);
-    else free(slot);
+    entry.state = set_aside ? State::removed_after_error : State::removed;
 }
 
 }  // namespace deepnvme::kvstore

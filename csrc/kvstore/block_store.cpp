@@ -6,9 +6,9 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <random>
 #include <stdexcept>
-#include <utility>
 
 #include "core/crc32.h"
 #include "core/threads.h"
@@ -22,10 +22,13 @@ constexpr std::size_t kRecordsAtOnce = 32768;  // read when a store is opened: 4
 // Of a get, so many bytes are checked while the next are read. Smaller parts cost the engine more than they gain.
 constexpr std::uint64_t kLeastPart = 1 << 20, kMostPart = 8 << 20, kParts = 8;
 
-// Whether the drive is to blame, rather than the program or its memory.
-bool blames_drive(const IoError& error) {
-    const int number = error.error();
-    return number != ECANCELED && number != ENOMEM && number != EINTR && number != EAGAIN;
+// Whether the drive is to blame for a failed transfer, the file was cut off, or neither: the program or its memory.
+Outcome outcome_of(const std::exception& error) {
+    if (dynamic_cast<const PastEndError*>(&error)) return Outcome::mismatched;
+    const auto* failed = dynamic_cast<const IoError*>(&error);
+    const int number = failed ? failed->error() : ECANCELED;
+    if (number == ECANCELED || number == EFAULT || number == ENOMEM || number == EINTR || number == EAGAIN) return Outcome::unfinished;
+    return number == ENODATA ? Outcome::mismatched : Outcome::drive_failed;
 }
 
 std::uint64_t seconds_now() {
@@ -39,11 +42,6 @@ struct AtEnd {
     ~AtEnd() { function(); }
 };
 
-std::uint64_t random_seed() {
-    std::random_device random;
-    return std::uint64_t{random()} << 32 | random();
-}
-
 }  // namespace
 
 void Job::finish() noexcept {
@@ -53,15 +51,13 @@ void Job::finish() noexcept {
         ended_.notify_all();
     }
     const std::uint64_t one = 1;
-    if (event_ >= 0 && ::write(event_, &one, sizeof one) < 0) return;  // the descriptor is the caller's to keep open
+    if (event_ && ::write(event_.get(), &one, sizeof one) < 0) return;  // full: whoever reads it is told all the same
 }
 
 BlockStore::BlockStore(std::shared_ptr<Engine> engine, const std::vector<std::string>& paths, const Layout& layout, bool read_only)
-    : engine_(std::move(engine)), layout_(layout), read_only_(read_only), seed_(random_seed()) {
-    for (const std::string& path : paths) {
-        auto file = std::make_shared<File>(path, read_only ? Access::read : Access::read_write, Creation::must_exist, true, Ownership::pages);
-        volumes_.push_back({std::move(file), RecordArea(path, layout.records_begin, !read_only)});
-    }
+    : engine_(std::move(engine)), layout_(layout), read_only_(read_only), seed_(std::random_device()() * 0x100000001u) {
+    for (const std::string& path : paths)
+        files_.push_back(std::make_shared<File>(path, read_only ? Access::read : Access::read_write, Creation::must_exist, true, Ownership::pages));
     index_ = load();
     try {
         for (std::thread& thread : threads_) thread = start_thread([this] { run(); });
@@ -87,63 +83,36 @@ void BlockStore::close() {
     bool ended = false;
     for (std::thread& thread : threads_)
         if (thread.joinable()) thread.join(), ended = true;
-    if (ended && !read_only_)
-        for (const Volume& volume : volumes_) volume.records.flush();
+    if (!ended || read_only_) return;
+    for (const auto& file : files_)
+        if (::fdatasync(file->buffered()) != 0) throw IoError(errno, "fdatasync", file->path());
 }
 
-// Where slots are. Neighbouring slots of the index go to the drives in turn, `stripe` at a time.
-
-BlockStore::Place BlockStore::place_of(Slot slot) const noexcept {
-    const Slot group = slot / layout_.stripe, files = static_cast<Slot>(volumes_.size());
-    if (files == 1) return {0, slot};
-    return {group % files, group / files * layout_.stripe + slot % layout_.stripe};
-}
-
-Slot BlockStore::slot_at(const Place& place) const noexcept {
-    if (volumes_.size() == 1) return place.slot;
-    const Slot files = static_cast<Slot>(volumes_.size()), group = place.slot / layout_.stripe * files + static_cast<Slot>(place.volume);
-    return group * layout_.stripe + place.slot % layout_.stripe;
-}
-
-// The index of the blocks that the records name. Of two records of a key the later one counts. Where records cannot be read, their slots
-// are free.
+// The index of the blocks that the records name. Where records cannot be read, their slots are free.
 std::shared_ptr<BlockIndex> BlockStore::load() {
-    auto index = std::make_shared<BlockIndex>(static_cast<Slot>(layout_.slots * volumes_.size()));
-    std::vector<std::uint64_t> order;  // seconds and slot
+    auto index = std::make_shared<BlockIndex>(static_cast<Slot>(layout_.slots * files_.size()));
+    std::vector<Placed> placed;
     std::vector<Record> records(std::min<std::size_t>(kRecordsAtOnce, layout_.slots));
     std::uint64_t last = 0;
-    for (std::size_t volume = 0; volume < volumes_.size(); ++volume) {
-        for (Slot first = 0; first < layout_.slots; first += static_cast<Slot>(records.size())) {
+    for (std::size_t number = 0; number < files_.size(); ++number) {
+        for (std::uint64_t first = 0; first < layout_.slots; first += records.size()) {
             const auto some = std::span(records).first(std::min<std::size_t>(records.size(), layout_.slots - first));
             try {
-                volumes_[volume].records.read(first, some);
+                read_records(*files_[number], layout_.records_begin + first * sizeof(Record), some);
             } catch (const IoError& error) {  // these blocks are lost
                 note(error.what());
                 continue;
             }
             for (std::size_t i = 0; i < some.size(); ++i) {
-                const Record& record = some[i];
-                if (!record.valid(layout_.block_bytes)) continue;
-                const Slot slot = slot_at({volume, static_cast<Slot>(first + i)});
-                last = std::max(last, record.sequence);
-                const KeyHash key = hash_of(record.key_text(), seed_);
-                const Slot other = index->find(key);
-                if (other != kNoSlot) {
-                    Record earlier;
-                    const Place place = place_of(other);
-                    volumes_[place.volume].records.read(place.slot, {&earlier, 1});
-                    if (earlier.sequence > record.sequence) continue;
-                    index->displace(other);
-                }
-                index->place(slot, key, record.length, record.block_crc);
-                order.push_back((record.sequence & ~std::uint64_t{UINT32_MAX}) | slot);
+                if (!some[i].valid(layout_.block_bytes)) continue;
+                const auto slot = static_cast<Slot>((first + i) * files_.size() + number);
+                index->place(slot, hash_of(some[i].key_text(), seed_), some[i].length, some[i].block_crc);
+                placed.push_back({some[i].sequence, slot});
+                last = std::max(last, some[i].sequence);
             }
         }
     }
-    std::sort(order.begin(), order.end());
-    for (const std::uint64_t each : order)
-        if (const auto slot = static_cast<Slot>(each); index->stored(slot)) index->enqueue_placed(slot);
-    index->finish_placing();
+    index->finish_placing(std::move(placed));
     std::lock_guard lock(mutex_);
     sequence_ = std::max(sequence_, last);
     return index;
@@ -158,7 +127,6 @@ void BlockStore::refresh() {
 // Jobs. --------------------------------------------------------------------------------------------------------------------------
 
 void BlockStore::submit(std::shared_ptr<Job> job) {
-    if (read_only_ && job->kind == Job::Kind::put) throw std::invalid_argument("the store is open for reading only");
     std::lock_guard lock(queue_mutex_);
     if (closed_) throw std::invalid_argument("the store is closed");
     jobs_.push_back(std::move(job));
@@ -175,7 +143,7 @@ void BlockStore::run() noexcept {
         lock.unlock();
         try {
             job->kind == Job::Kind::put ? put(*job) : get(*job);
-        } catch (const std::exception& error) {  // out of memory
+        } catch (const std::exception& error) {  // as out of memory
             note(error.what());
         }
         job->finish();
@@ -188,23 +156,26 @@ void BlockStore::put(Job& job) {
     std::vector<Transfer> transfers = claim(job, awaited);
     {
         const AtEnd settle{[&] { end_put(job, transfers); }};  // when all requests have ended
-        std::vector<Slot> old;
-        for (const Transfer& each : transfers) old.push_back(each.slot);
-        clear_records(std::move(old));
+        sort_by_place(transfers);
+        std::vector<Slot> slots;
+        for (const Transfer& each : transfers) slots.push_back(each.slot);
+        write(slots, std::vector<Record>(slots.size()));  // cleared
         std::vector<Part> parts = start(job, transfers);
         for (Transfer& each : transfers) each.crc = checksum(job, each.key);  // while the drive writes
         for (Part& part : parts) finish(job, part);
-        write_records(job, transfers);
+        record(job, transfers, slots);
     }
     await(job, awaited);
 }
 
-void BlockStore::end_put(Job& job, std::span<const Transfer> transfers) noexcept {
+void BlockStore::end_put(Job& job, std::vector<Transfer>& transfers) noexcept {
+    // The last keys first: those at the beginning of a prompt, without which the others are no use, are evicted last.
+    std::ranges::sort(transfers, std::greater(), &Transfer::key);
     std::lock_guard lock(mutex_);
     for (const Transfer& each : transfers) {
         const std::size_t bytes = job.memory[each.key].size();
-        if (each.outcome != Transfer::Outcome::done) {
-            index_->abandon(each.slot, each.outcome == Transfer::Outcome::drive_failed);
+        if (each.outcome != Outcome::done) {
+            index_->abandon(each.slot, each.outcome == Outcome::drive_failed);
             ++figures_[kWriteErrors];
             continue;
         }
@@ -219,28 +190,28 @@ void BlockStore::end_put(Job& job, std::span<const Transfer> transfers) noexcept
 // Take slots for the blocks that are neither stored nor being written. The last keys are refused where slots are missing.
 std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::size_t>& awaited) {
     std::vector<Transfer> transfers;
+    std::vector<std::size_t> absent;
     transfers.reserve(job.keys.size());
+    absent.reserve(job.keys.size());
     awaited.reserve(job.keys.size());
     const std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::lock_guard lock(mutex_);
-    std::size_t absent = 0;
-    for (const KeyHash& key : hashes) absent += index_->find(key) == kNoSlot;
-    const std::vector<Slot> slots = index_->reserve(absent);
-    std::size_t taken = 0;
-    for (std::size_t i = 0; i < hashes.size(); ++i) {
+    for (std::size_t i = hashes.size(); i-- > 0;) {  // first, so that they are not evicted for the others
         const Slot present = index_->find(hashes[i]);
-        if (present != kNoSlot) {
-            ++figures_[kDuplicates];
-            if (index_->stored(present)) index_->touch(present), job.flags[i] = true;
-            else awaited.push_back(i);
-        } else if (taken < slots.size()) {
-            transfers.push_back({i, slots[taken], 0});
-            index_->claim(slots[taken++], hashes[i]);
-        } else {
-            ++figures_[kRefused];
-        }
+        if (present == kNoSlot) absent.push_back(i);
+        else if (!index_->stored(present)) awaited.push_back(i);
+        else index_->touch(present), job.flags[i] = true;
     }
-    for (; taken < slots.size(); ++taken) index_->give_back(slots[taken]);
+    const std::vector<Slot> slots = index_->reserve(absent.size());
+    auto free = slots.begin();
+    for (; !absent.empty(); absent.pop_back()) {
+        const std::size_t i = absent.back();
+        if (index_->find(hashes[i]) != kNoSlot) awaited.push_back(i);  // of a key that is given twice
+        else if (free == slots.end()) ++figures_[kRefused];
+        else transfers.push_back({i, *free, 0}), index_->claim(*free++, hashes[i]);
+    }
+    for (; free != slots.end(); ++free) index_->vacate(*free, false);
+    figures_[kDuplicates] += awaited.size() + static_cast<std::uint64_t>(std::ranges::count(job.flags, true));
     return transfers;
 }
 
@@ -260,7 +231,7 @@ void BlockStore::await(Job& job, const std::vector<std::size_t>& awaited) {
 void BlockStore::get(Job& job) {
     std::vector<Transfer> transfers;
     transfers.reserve(job.keys.size());
-    std::vector<KeyHash> hashes = hashes_of(job.keys);
+    const std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::shared_ptr<BlockIndex> index;
     {
         std::lock_guard lock(mutex_);
@@ -273,44 +244,53 @@ void BlockStore::get(Job& job) {
         }
     }
     const AtEnd settle{[&] { end_get(job, *index, transfers); }};  // when all requests have ended
+    sort_by_place(transfers);
     std::vector<Part> parts = start(job, transfers);
     for (Part& part : parts) {
         finish(job, part);
         for (Transfer& each : part.transfers)
-            if (each.outcome == Transfer::Outcome::done && checksum(job, each.key) != each.crc) {
-                each.outcome = Transfer::Outcome::mismatched;
-                note("checksum of the block at offset " + std::to_string(offset_of(each.slot)) + " of '" +
-                     volumes_[place_of(each.slot).volume].file->path() + "' does not match");
-            }
+            if (each.outcome == Outcome::moved) each.outcome = checked(job, each);
     }
 }
 
+// Whether a block that was read is that of its key.
+Outcome BlockStore::checked(const Job& job, const Transfer& transfer) {
+    if (read_only_) {
+        Record now;
+        read_records(file_of(transfer.slot), record_of(transfer.slot), {&now, 1});
+        if (!now.valid(layout_.block_bytes) || now.key_text() != job.keys[transfer.key] || now.block_crc != transfer.crc) return Outcome::replaced;
+    }
+    if (checksum(job, transfer.key) == transfer.crc) return Outcome::done;
+    note("the checksum of the block at offset " + std::to_string(offset_of(transfer.slot)) + " of '" + file_of(transfer.slot).path() +
+         "' does not match");
+    return Outcome::mismatched;
+}
+
 void BlockStore::end_get(Job& job, BlockIndex& index, std::vector<Transfer>& transfers) noexcept {
-    // The last keys first: those at the beginning of a prompt, without which the others are no use, are evicted last.
-    std::sort(transfers.begin(), transfers.end(), [](const Transfer& left, const Transfer& right) { return left.key > right.key; });
+    std::ranges::sort(transfers, std::greater(), &Transfer::key);  // as in end_put()
     std::lock_guard lock(mutex_);
     for (const Transfer& each : transfers) {
-        const bool mismatched = each.outcome == Transfer::Outcome::mismatched, failed = each.outcome == Transfer::Outcome::drive_failed;
-        if ((mismatched || failed) && index.stored(each.slot)) index.remove(each.slot, failed);
+        const bool failed = each.outcome == Outcome::drive_failed, mismatched = each.outcome == Outcome::mismatched;
+        const bool replaced = each.outcome == Outcome::replaced, done = each.outcome == Outcome::done;
+        if ((failed || mismatched || replaced) && index.stored(each.slot)) index.remove(each.slot, failed);
         index.release(each.slot);
+        job.flags[each.key] = done;
+        figures_[kHits] += done;
+        figures_[kBytesRead] += done ? job.memory[each.key].size() : 0;
         figures_[kCorrupt] += mismatched;
-        figures_[kReadErrors] += failed || each.outcome == Transfer::Outcome::unfinished;
-        if (each.outcome != Transfer::Outcome::done) continue;
-        job.flags[each.key] = true;
-        ++figures_[kHits];
-        figures_[kBytesRead] += job.memory[each.key].size();
+        figures_[kReadErrors] += !done && !mismatched && !replaced;
     }
-    figures_[kMisses] += static_cast<std::uint64_t>(std::count(job.flags.begin(), job.flags.end(), false));
+    figures_[kMisses] += static_cast<std::uint64_t>(std::ranges::count(job.flags, false));
 }
 
 // Transfers. ---------------------------------------------------------------------------------------------------------------------
 
-// Start all transfers, sorted by their places; those of a get in several parts.
-std::vector<BlockStore::Part> BlockStore::start(Job& job, std::vector<Transfer>& transfers) {
-    const auto volume_of = [this](const Transfer& each) { return place_of(each.slot).volume; };
-    std::sort(transfers.begin(), transfers.end(), [&](const Transfer& left, const Transfer& right) {
-        return std::pair(volume_of(left), left.slot) < std::pair(volume_of(right), right.slot);
-    });
+void BlockStore::sort_by_place(std::vector<Transfer>& transfers) const {
+    std::ranges::sort(transfers, {}, [this](const Transfer& each) { return place_of(each.slot); });
+}
+
+// Start all transfers, which are sorted by place: those of each file together, of a get in several parts.
+std::vector<BlockStore::Part> BlockStore::start(Job& job, std::span<Transfer> transfers) {
     std::uint64_t bytes = 0;
     for (const Transfer& each : transfers) bytes += job.memory[each.key].size();
     const bool read = job.kind == Job::Kind::get;
@@ -318,45 +298,36 @@ std::vector<BlockStore::Part> BlockStore::start(Job& job, std::vector<Transfer>&
     std::vector<Part> parts;
     parts.reserve(transfers.size());
     for (std::size_t begin = 0, end; begin < transfers.size(); begin = end) {
-        const std::size_t volume = volume_of(transfers[begin]);
+        const std::size_t number = place_of(transfers[begin].slot).first;
         std::vector<Piece> pieces;
         std::uint64_t size = 0;
-        for (end = begin; end < transfers.size() && size < most && volume_of(transfers[end]) == volume; ++end) {
+        for (end = begin; end < transfers.size() && size < most && place_of(transfers[end].slot).first == number; ++end) {
             const auto memory = job.memory[transfers[end].key];
             pieces.push_back({memory.data(), offset_of(transfers[end].slot), memory.size()});
             size += memory.size();
         }
-        Part& part = parts.emplace_back(std::span(transfers).subspan(begin, end - begin));
-        SharedFile file(volumes_[volume].file);
+        Part& part = parts.emplace_back(transfers.subspan(begin, end - begin));
+        SharedFile file(files_[number]);
         try {
             part.request = engine_->transfer(read ? Request::Kind::read : Request::Kind::write, std::make_unique<Pieces>(std::move(pieces)),
                                              file, /*last=*/true);
-        } catch (const IoError& error) {
-            note(error.what());
-            if (blames_drive(error))
-                for (Transfer& each : part.transfers) each.outcome = Transfer::Outcome::drive_failed;
-        } catch (const PastEndError& error) {  // the file was cut off
-            note(error.what());
-            for (Transfer& each : part.transfers) each.outcome = Transfer::Outcome::mismatched;
         } catch (const std::exception& error) {
+            for (Transfer& each : part.transfers) each.outcome = outcome_of(error);
             note(error.what());
         }
     }
     return parts;
 }
 
-// Wait for a part. After an error the transfers that it does not concern are done.
+// Wait for a part. An error concerns some of its transfers.
 void BlockStore::finish(Job& job, Part& part) {
     if (!part.request) return;
     part.request->wait();
     if (part.request->memory_lost()) job.memory_lost.store(true);
     const auto error = part.request->error();
     const Pieces& pieces = *part.request->pieces();
-    for (std::size_t i = 0; i < part.transfers.size(); ++i) {
-        if (!error || !pieces.failed(i)) part.transfers[i].outcome = Transfer::Outcome::done;
-        else if (error->error() == ENODATA) part.transfers[i].outcome = Transfer::Outcome::mismatched;  // the file was cut off
-        else if (blames_drive(*error)) part.transfers[i].outcome = Transfer::Outcome::drive_failed;
-    }
+    for (std::size_t i = 0; i < part.transfers.size(); ++i)
+        part.transfers[i].outcome = error && pieces.failed(i) ? outcome_of(*error) : Outcome::moved;
     if (error) note(error->what());
 }
 
@@ -369,48 +340,40 @@ std::uint32_t BlockStore::checksum(const Job& job, std::size_t key) const noexce
 // Records. -----------------------------------------------------------------------------------------------------------------------
 
 // Write the records of the blocks that are whole on the drive. Where that fails, the block counts as not written.
-void BlockStore::write_records(const Job& job, std::span<Transfer> transfers) {
+void BlockStore::record(const Job& job, std::span<Transfer> transfers, std::span<const Slot> slots) {
     std::uint64_t sequence;
     {
         std::lock_guard lock(mutex_);
         sequence = sequence_ = std::max(sequence_ + 1, seconds_now() << 32);
     }
-    std::vector<Slot> slots;
     std::vector<Record> records;
-    std::vector<Transfer*> written;
-    for (Transfer& each : transfers) {
-        if (each.outcome != Transfer::Outcome::done) continue;
-        slots.push_back(each.slot);
-        records.push_back(Record::of(job.keys[each.key], static_cast<std::uint32_t>(job.memory[each.key].size()), each.crc, sequence));
-        written.push_back(&each);
+    for (const Transfer& each : transfers) {
+        const auto bytes = static_cast<std::uint32_t>(job.memory[each.key].size());
+        records.push_back(each.outcome == Outcome::moved ? Record::of(job.keys[each.key], bytes, each.crc, sequence) : Record());
     }
-    const std::vector<bool> taken = write_records(slots, records);
-    for (std::size_t i = 0; i < written.size(); ++i)
-        if (!taken[i]) written[i]->outcome = Transfer::Outcome::drive_failed;
-}
-
-void BlockStore::clear_records(std::vector<Slot> slots) {
-    std::sort(slots.begin(), slots.end());
-    write_records(slots, std::vector<Record>(slots.size()));
+    const std::vector<bool> taken = write(slots, records);
+    for (std::size_t i = 0; i < transfers.size(); ++i)
+        if (transfers[i].outcome == Outcome::moved) transfers[i].outcome = taken[i] ? Outcome::done : Outcome::drive_failed;
 }
 
 // Neighbours are written by one call. Returns for each record whether the system has taken it.
-std::vector<bool> BlockStore::write_records(std::span<const Slot> slots, std::span<const Record> records) {
-    std::vector<bool> taken(slots.size());
+std::vector<bool> BlockStore::write(std::span<const Slot> slots, std::span<const Record> records) {
+    std::vector<bool> taken;
     for (std::size_t begin = 0, end; begin < slots.size(); begin = end) {
-        const auto [volume, first] = place_of(slots[begin]);
-        for (end = begin + 1; end < slots.size() && place_of(slots[end]) == Place{volume, first + static_cast<Slot>(end - begin)};) ++end;
+        for (end = begin + 1; end < slots.size() && slots[end] == slots[end - 1] + files_.size();) ++end;
+        bool done = true;
         try {
-            volumes_[volume].records.write(first, records.subspan(begin, end - begin));
-            for (std::size_t i = begin; i < end; ++i) taken[i] = true;
+            write_records(file_of(slots[begin]), record_of(slots[begin]), records.subspan(begin, end - begin));
         } catch (const IoError& error) {
+            done = false;
             note(error.what());
         }
+        taken.insert(taken.end(), end - begin, done);
     }
     return taken;
 }
 
-// Queries and changes without a transfer. ----------------------------------------------------------------------------------------
+// Keys. --------------------------------------------------------------------------------------------------------------------------
 
 std::vector<KeyHash> BlockStore::hashes_of(const Keys& keys) const {
     std::vector<KeyHash> hashes;
@@ -419,65 +382,52 @@ std::vector<KeyHash> BlockStore::hashes_of(const Keys& keys) const {
     return hashes;
 }
 
-template <typename Change>
-std::vector<std::uint8_t> BlockStore::for_stored(const Keys& keys, Change change) {
-    std::vector<std::uint8_t> flags(keys.size());
+Flags BlockStore::use(const Keys& keys, Use how) {
+    Flags flags(keys.size());
+    std::vector<Slot> removed;
+    removed.reserve(keys.size());
     const std::vector<KeyHash> hashes = hashes_of(keys);
-    std::lock_guard lock(mutex_);
-    for (const KeyHash& each : hashes) index_->prefetch(each);
-    for (std::size_t i = keys.size(); i-- > 0;) {  // the last first, as in get()
-        const Slot slot = index_->find(hashes[i]);
-        flags[i] = slot != kNoSlot && index_->stored(slot) && change(slot);
+    {
+        std::lock_guard lock(mutex_);
+        for (const KeyHash& each : hashes) index_->prefetch(each);
+        for (std::size_t i = keys.size(); i-- > 0;) {  // the last first, as in end_put()
+            const Slot slot = index_->find(hashes[i]);
+            if (slot == kNoSlot || !index_->stored(slot)) continue;
+            flags[i] = how == Use::pin ? index_->pin(slot) : how == Use::unpin ? index_->unpin(slot) : how != Use::remove || hold_removed(slot);
+            if (how == Use::touch) index_->touch(slot);
+            if (how == Use::remove && flags[i]) removed.push_back(slot);
+        }
     }
-    return flags;
-}
-
-std::vector<std::uint8_t> BlockStore::contains(const Keys& keys) {
-    return for_stored(keys, [](Slot) { return true; });
-}
-
-std::vector<std::uint8_t> BlockStore::touch(const Keys& keys) {
-    return for_stored(keys, [this](Slot slot) { return index_->touch(slot), true; });
-}
-
-std::vector<std::uint8_t> BlockStore::pin(const Keys& keys) {
-    return for_stored(keys, [this](Slot slot) { return index_->pin(slot); });
-}
-
-std::vector<std::uint8_t> BlockStore::unpin(const Keys& keys) {
-    return for_stored(keys, [this](Slot slot) { return index_->unpin(slot); });
-}
-
-std::vector<std::uint8_t> BlockStore::remove(const Keys& keys) {
-    std::vector<Slot> slots;
-    auto flags = for_stored(keys, [&](Slot slot) {
-        if (index_->pins(slot) > 0 || !index_->hold(slot)) return false;
-        index_->remove(slot, false);
-        slots.push_back(slot);
-        return true;
-    });
-    remove_held(slots);
+    remove_held(std::move(removed));
     return flags;
 }
 
 std::size_t BlockStore::clear() {
-    std::vector<Slot> slots;
+    std::vector<Slot> removed;
     {
         std::lock_guard lock(mutex_);
-        for (Slot slot = 0; slot < index_->slots(); ++slot) {
-            if (!index_->stored(slot) || index_->pins(slot) > 0 || !index_->hold(slot)) continue;
-            index_->remove(slot, false);
-            slots.push_back(slot);
-        }
+        removed.reserve(index_->used());
+        for (Slot slot = 0; slot < index_->slots(); ++slot)
+            if (index_->stored(slot) && hold_removed(slot)) removed.push_back(slot);
     }
-    remove_held(slots);
-    return slots.size();
+    const std::size_t count = removed.size();
+    remove_held(std::move(removed));
+    return count;
 }
 
-// Clear the records of removed blocks, while their slots are held so that nothing new is written there.
-void BlockStore::remove_held(std::span<const Slot> slots) {
-    clear_records({slots.begin(), slots.end()});
+// Remove a stored block unless it is pinned, and hold its slot, so that nothing new is written there.
+bool BlockStore::hold_removed(Slot slot) {
+    if (index_->pins(slot) > 0 || !index_->hold(slot)) return false;
+    index_->remove(slot, false);
+    return true;
+}
+
+// Clear the records of removed blocks, then let go of their slots.
+void BlockStore::remove_held(std::vector<Slot> slots) {
+    std::ranges::sort(slots, {}, [this](Slot slot) { return place_of(slot); });
+    const std::vector<bool> taken = write(slots, std::vector<Record>(slots.size()));
     std::lock_guard lock(mutex_);
+    figures_[kWriteErrors] += static_cast<std::uint64_t>(std::ranges::count(taken, false));
     for (const Slot slot : slots) index_->release(slot);
 }
 
@@ -495,7 +445,7 @@ Figures BlockStore::figures() const {
     std::lock_guard lock(mutex_);
     Figures now = figures_;
     const std::uint64_t state[] = {index_->slots(), index_->used(), index_->pinned(), index_->set_aside(), index_->evictions(), index_->nbytes()};
-    std::copy(std::begin(state), std::end(state), now.begin() + kSlots);
+    std::ranges::copy(state, now.begin() + kSlots);
     return now;
 }
 

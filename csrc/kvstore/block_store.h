@@ -3,7 +3,8 @@
 // 1. A block is found once it and its record are written. Before a slot is used for another block, its record is cleared.
 // 2. What is read is checked against the checksum of key and block before a flag says that it is there. So whatever a crash, a drive or
 //    another program has left in a slot, a wrong byte is never returned.
-// 3. A slot in which a block is being written or read is held: nothing else is written there meanwhile.
+// 3. A slot in which a block is being written or read is held: nothing else is written there meanwhile. A read-only store cannot hold slots
+//    of the process that writes. It looks at the record again when the block is read: by 1, the block was whole if the record is still there.
 //
 // Threads of the store run the jobs, each from its beginning to its end, in the order of the calls. They never wait for one another, except
 // for keys that an earlier job is writing: that job is being run, and waits for the drive alone.
@@ -17,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -32,8 +34,7 @@ struct Layout {
     std::uint64_t slot_bytes;     // from one slot to the next: block_bytes, rounded up to whole pages
     std::uint64_t records_begin;  // bytes from the start of the file
     std::uint64_t blocks_begin;
-    Slot slots;   // in each file
-    Slot stripe;  // neighbouring slots of the index that are in one file; divides `slots` if there are several files
+    Slot slots;  // in each file
 };
 
 // What a store counts: of puts, then of gets, where `corrupt` and `read_errors` are misses, too; then its state.
@@ -46,6 +47,12 @@ inline constexpr std::array<const char*, kFigures> kFigureNames = {
     "slots", "used", "pinned", "set_aside", "evictions", "index_bytes"};
 using Figures = std::array<std::uint64_t, kFigures>;
 
+// What to do with keys that are stored.
+enum class Use : std::uint8_t { none, touch, pin, unpin, remove };
+
+// Of a block's transfer. `moved`: to or from the drive, and neither checked nor recorded. `replaced`: by the process that writes.
+enum class Outcome : std::uint8_t { unfinished, moved, done, drive_failed, mismatched, replaced };
+
 class BlockStore {
 public:
     // Reads all records. Throws IoError if a file cannot be opened.
@@ -55,20 +62,14 @@ public:
     BlockStore(const BlockStore&) = delete;
     BlockStore& operator=(const BlockStore&) = delete;
 
-    // Start a job. Does not block. Throws std::invalid_argument if the store is closed, or for a put if it is read-only.
+    // Start a job. Does not block. Throws std::invalid_argument if the store is closed.
     void submit(std::shared_ptr<Job> job);
-
-    // A flag for each key: whether it is stored; ... and was pinned, unpinned or removed. A pinned block is not removed.
-    std::vector<std::uint8_t> contains(const Keys& keys);
-    std::vector<std::uint8_t> touch(const Keys& keys);
-    std::vector<std::uint8_t> pin(const Keys& keys);
-    std::vector<std::uint8_t> unpin(const Keys& keys);
-    std::vector<std::uint8_t> remove(const Keys& keys);
+    // A flag for each key: whether it is stored, and was used so. A pinned block is not removed.
+    Flags use(const Keys& keys, Use how);
     // Remove all blocks that are not pinned, and return how many.
     std::size_t clear();
     // Read all records again: what another process has stored meanwhile. Jobs under way go on with what was there before.
     void refresh();
-
     Figures figures() const;
     // Empty, or what failed last, with file and offset.
     std::string last_error() const;
@@ -78,21 +79,12 @@ public:
 private:
     static constexpr std::size_t kThreads = 4;  // jobs that are run at a time: their transfers fill the drives' queues
 
-    struct Volume {
-        std::shared_ptr<File> file;
-        RecordArea records;
-    };
-    struct Place {
-        std::size_t volume;
-        Slot slot;  // in that file
-        bool operator==(const Place&) const = default;
-    };
     // A block of a job, where it is, and what became of its transfer.
     struct Transfer {
         std::size_t key;
         Slot slot;
         std::uint32_t crc;
-        enum class Outcome : std::uint8_t { unfinished, done, drive_failed, mismatched } outcome = Outcome::unfinished;
+        Outcome outcome = Outcome::unfinished;
     };
     // Some transfers of a job, of one file, that the engine has as one request. It outlives the request, whatever is thrown meanwhile.
     struct Part {
@@ -106,34 +98,36 @@ private:
         std::shared_ptr<Request> request;  // null if it could not be started
     };
 
-    Place place_of(Slot slot) const noexcept;
-    Slot slot_at(const Place& place) const noexcept;
-    std::uint64_t offset_of(Slot slot) const noexcept { return layout_.blocks_begin + place_of(slot).slot * layout_.slot_bytes; }
+    // Neighbouring slots of the index are in different files.
+    std::pair<std::size_t, Slot> place_of(Slot slot) const noexcept { return {slot % files_.size(), slot / static_cast<Slot>(files_.size())}; }
+    File& file_of(Slot slot) const noexcept { return *files_[slot % files_.size()]; }
+    std::uint64_t offset_of(Slot slot) const noexcept { return layout_.blocks_begin + place_of(slot).second * layout_.slot_bytes; }
+    std::uint64_t record_of(Slot slot) const noexcept { return layout_.records_begin + place_of(slot).second * sizeof(Record); }
     std::shared_ptr<BlockIndex> load();
     void run() noexcept;
     void put(Job& job);
-    void end_put(Job& job, std::span<const Transfer> transfers) noexcept;
+    void end_put(Job& job, std::vector<Transfer>& transfers) noexcept;
     void get(Job& job);
     void end_get(Job& job, BlockIndex& index, std::vector<Transfer>& transfers) noexcept;
     std::vector<Transfer> claim(Job& job, std::vector<std::size_t>& awaited);
     void await(Job& job, const std::vector<std::size_t>& awaited);
-    std::vector<Part> start(Job& job, std::vector<Transfer>& transfers);
+    void sort_by_place(std::vector<Transfer>& transfers) const;
+    std::vector<Part> start(Job& job, std::span<Transfer> transfers);
     void finish(Job& job, Part& part);
+    Outcome checked(const Job& job, const Transfer& transfer);
     std::uint32_t checksum(const Job& job, std::size_t key) const noexcept;
-    void write_records(const Job& job, std::span<Transfer> transfers);
-    std::vector<bool> write_records(std::span<const Slot> slots, std::span<const Record> records);
-    void clear_records(std::vector<Slot> slots);
-    void remove_held(std::span<const Slot> slots);
+    void record(const Job& job, std::span<Transfer> transfers, std::span<const Slot> slots);
+    std::vector<bool> write(std::span<const Slot> slots, std::span<const Record> records);
+    void remove_held(std::vector<Slot> slots);
+    bool hold_removed(Slot slot);
     void note(const std::string& error);
     std::vector<KeyHash> hashes_of(const Keys& keys) const;
-    template <typename Change>
-    std::vector<std::uint8_t> for_stored(const Keys& keys, Change change);
 
     const std::shared_ptr<Engine> engine_;
     const Layout layout_;
     const bool read_only_;
     const std::uint64_t seed_;
-    std::vector<Volume> volumes_;
+    std::vector<std::shared_ptr<File>> files_;
 
     mutable std::mutex mutex_;  // guards what follows; held while nothing waits
     std::shared_ptr<BlockIndex> index_;  // replaced by refresh()

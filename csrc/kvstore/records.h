@@ -8,15 +8,14 @@
 #include <string>
 #include <string_view>
 
-#include "core/error.h"
-#include "core/fd.h"
+#include "core/file.h"
 
 namespace deepnvme::kvstore {
 
 inline constexpr std::size_t kMostKeyBytes = 64;
 
 struct Record {
-    std::uint32_t crc = 0;  // CRC-32 of the rest of the record
+    std::uint32_t crc = 0;        // CRC-32 of the rest of the record
     std::uint32_t block_crc = 0;  // CRC-32 of the key followed by the block
     std::uint32_t length = 0;     // bytes of the block
     std::uint32_t key_length = 0;
@@ -31,26 +30,8 @@ struct Record {
 };
 static_assert(sizeof(Record) == 128, "a record never crosses a sector");
 
-// Of one file. Thread-safe, except for two writes of one record.
-class RecordArea {
-public:
-    // Throws IoError.
-    RecordArea(const std::string& path, std::uint64_t begin, bool writable);
-
-    // Up to records.size() records from `first` on. What the file does not have any more is returned as zeros. Throws IoError.
-    void read(std::uint32_t first, std::span<Record> records) const;
-    // Write the records from `first` on. Throws IoError.
-    void write(std::uint32_t first, std::span<const Record> records) const;
-    // Flush the records to stable storage. Throws IoError.
-    void flush() const;
-
-private:
-    template <typename Move>
-    std::size_t transfer(const char* verb, std::uint32_t first, std::size_t bytes, Move move) const;
-
-    std::string path_;
-    std::uint64_t begin_;
-    Fd file_;
-};
+// Records that begin at an offset of a file. What the file does not have any more is read as zeros. Throw IoError.
+void read_records(File& file, std::uint64_t offset, std::span<Record> records);
+void write_records(File& file, std::uint64_t offset, std::span<const Record> records);
 
 }  // namespace deepnvme::kvstore

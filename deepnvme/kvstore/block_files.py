@@ -24,11 +24,7 @@ RECORD_BYTES = 128
 _KIND = ("deepnvme blocks", 1)
 _HEADERS = 2
 """Copies of the header, one page each: a damaged one does not lose the blocks."""
-_STRIPE_BYTES = 4 << 20
-"""Bytes of neighbouring slots that are in one file of several."""
 _MOST_SLOTS = (1 << 32) - 2
-_MOST_FINGERPRINT = 1024
-"""Most characters of a fingerprint, so that the header fits into a page."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +56,9 @@ class FileLayout:
         return self.blocks_begin + self.slots * self.slot_bytes
 
     @property
-    def stripe(self) -> int:
-        """Number of neighbouring slots that are in one file of several."""
-        return max(1, min(self.slots, _STRIPE_BYTES // self.slot_bytes))
+    def header(self) -> bytes:
+        """One copy of the header."""
+        return with_checksum(_KIND, asdict(self)).ljust(PAGE, b"\0")
 
     def __str__(self) -> str:
         size = f"{self.slots} slots for blocks of at most {self.block_bytes} bytes"
@@ -73,17 +69,15 @@ def layout_for(capacity: int, files: int, block_bytes: int, fingerprint: str) ->
     """Return the layout of each of several files that together have at most ``capacity`` bytes.
 
     Raises:
-        ValueError: If not even one block fits, a block is too large, or the fingerprint too long.
+        ValueError: If not even one block fits, a block is too large, or the fingerprint too long for the header.
     """
     if not 1 <= block_bytes <= 1 << 30:
         raise ValueError(f"block_bytes must be in [1, {1 << 30}], got {block_bytes}")
-    if len(fingerprint) > _MOST_FINGERPRINT:
-        raise ValueError(f"a fingerprint has at most {_MOST_FINGERPRINT} characters, got {len(fingerprint)}: give a hash of it")
     slot_bytes = padded(block_bytes)
     slots = (capacity // files - _HEADERS * PAGE - ALIGNMENT) // (slot_bytes + RECORD_BYTES)
     layout = FileLayout(block_bytes, max(slots, 1), slot_bytes, fingerprint)
-    if files > 1:
-        layout = FileLayout(block_bytes, layout.slots // layout.stripe * layout.stripe, slot_bytes, fingerprint)
+    if len(layout.header) > PAGE:
+        raise ValueError(f"a fingerprint of {len(fingerprint)} characters does not fit into the header: give a hash of it")
     if slots < 1:
         least = size_for_people(files * layout.file_bytes)
         raise ValueError(
@@ -101,7 +95,7 @@ def read_layout(path: Path) -> FileLayout | None:
         OSError: From reading; with EBADMSG if all copies of the header are damaged.
     """
     try:
-        with open_regular(path) as file:
+        with with_filename(path), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             pages = [os.pread(file.fileno(), PAGE, copy * PAGE) for copy in range(_HEADERS)]
     except FileNotFoundError:
@@ -111,7 +105,10 @@ def read_layout(path: Path) -> FileLayout | None:
         try:
             found = checked_fields(_KIND, page.rstrip(b"\0"))
             slots, slot_bytes = number(found["slots"]), number(found["slot_bytes"])
-            return FileLayout(number(found["block_bytes"]), slots, slot_bytes, string(found["fingerprint"]))
+            layout = FileLayout(number(found["block_bytes"]), slots, slot_bytes, string(found["fingerprint"]))
+            if not (1 <= slots <= _MOST_SLOTS and slot_bytes == padded(layout.block_bytes) > 0):
+                raise ValueError(f"there cannot be {layout}, {slot_bytes} bytes apart")
+            return layout
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = reason or str(error)
     if size < _HEADERS * PAGE:
@@ -160,13 +157,12 @@ def _create(path: Path, layout: FileLayout) -> None:
     new = path.with_name(path.name + ".new")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)
-    header = with_checksum(_KIND, asdict(layout)).ljust(PAGE, b"\0")
     with with_filename(path, instead=True), replacing(path, new):
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _reserve(descriptor, 0, layout, path)
             for copy in range(_HEADERS):
-                os.pwrite(descriptor, header, copy * PAGE)
+                os.pwrite(descriptor, layout.header, copy * PAGE)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

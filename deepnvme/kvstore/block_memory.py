@@ -27,7 +27,8 @@ class BlockMemory:
 
     Raises:
         TypeError: If a block is neither a tensor nor a buffer.
-        ValueError: If a block is not contiguous, is not on the CPU, or may not be written to.
+        ValueError: If a block is not contiguous, is not on the CPU, or may not be written to, or two blocks to be written to have
+            the same address.
         IndexError: If there is no row with a number.
     """
 
@@ -39,7 +40,13 @@ class BlockMemory:
                 address, rows, _, row_bytes = self._rows_of(block, writable, rows=False)
                 self.addresses.append(address)
                 self.lengths.append(rows * row_bytes)
-            return
+        else:
+            self._add_rows(blocks, index, writable)
+        if writable and len(set(self.addresses)) < len(self.addresses):
+            raise ValueError("two blocks must not be read into the same memory")
+
+    def _add_rows(self, blocks: Any, index: Iterable[int] | None, writable: bool) -> None:
+        """Add the rows of a tensor or buffer: all, or those with the numbers in ``index``."""
         address, rows, stride, row_bytes = self._rows_of(blocks, writable, rows=True)
         numbers = range(rows) if index is None else index.tolist() if isinstance(index, torch.Tensor) else map(int, index)
         for row in numbers:

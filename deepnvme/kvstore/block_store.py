@@ -14,12 +14,11 @@ Each drive has one preallocated file: a header, a record of 128 bytes for each s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
-import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -67,7 +66,7 @@ class BlockStoreStats(ReportFigures):
     refused: int
     """Blocks of puts for which there was no slot: all other blocks were pinned, being read or being written."""
     write_errors: int
-    """Blocks of puts that could not be written."""
+    """Blocks that could not be written, and deletions that could not be recorded."""
     evictions: int
     """Blocks evicted for others."""
     bytes_written: int
@@ -102,7 +101,10 @@ class BlocksFuture:
 
     def done(self) -> bool:
         """Return whether the put or get has ended. Never blocks. Raises RuntimeError in a forked child."""
-        return self._job.done
+        if self._job.done:
+            _forget(self._store._under_way, self._job)
+            return True
+        return False
 
     def result(self, timeout: float | None = None) -> list[bool]:
         """Wait, and return a flag for each key, in the order of the call: whether its block is stored, or was read.
@@ -117,6 +119,7 @@ class BlocksFuture:
         """
         if not self._job.wait(math.inf if timeout is None else timeout):
             raise TimeoutError(f"the blocks of {self._store!r} have not all been transferred within {timeout} s")
+        _forget(self._store._under_way, self._job)
         return self._job.flags
 
 
@@ -185,13 +188,14 @@ class BlockStore:
             sizes = byte_count(capacity, "capacity"), len(self._paths), byte_count(block_bytes, "block_bytes")
             wanted = layout_for(*sizes, fingerprint)
         self._read_only = read_only
-        self._lock = threading.Lock()
-        self._under_way: deque[tuple[Job, BlockMemory]] = deque()
-        with contextlib.ExitStack() as stack:
+        self._under_way: dict[Job, BlockMemory] = {}
+        stack = contextlib.ExitStack()
+        try:
             locks: list[DirectoryLock] = []
             stack.callback(_release, locks)
             if not read_only:
-                lock_directories(self._paths, DirectoryOwner("BlockStore"), locks)
+                with defer_interrupts():
+                    lock_directories(self._paths, DirectoryOwner("BlockStore"), locks)
             self._layout = self._prepare(wanted, fingerprint)
             self._engine = engine_for(self._paths, aio_config) if engine is None else engine
             if engine is None:
@@ -204,10 +208,15 @@ class BlockStore:
                 records_begin=self._layout.records_begin,
                 blocks_begin=self._layout.blocks_begin,
                 slots=self._layout.slots,
-                stripe=self._layout.stripe,
                 read_only=read_only,
             )
-            self._end = weakref.finalize(self, _end, self._process, self._native, self._under_way, stack.pop_all())
+            stack.callback(self._native.close)
+            self._end = weakref.finalize(self, _end, self._process, stack, self._under_way)
+            atexit.register(self._end)  # exit handlers run in reverse order: before that of the engine, which puts still need
+        except BaseException:
+            with defer_interrupts():
+                stack.close()
+            raise
 
     def _prepare(self, wanted: FileLayout | None, fingerprint: str) -> FileLayout:
         """Make or check the file of each directory, and return the layout that all have in common."""
@@ -233,7 +242,7 @@ class BlockStore:
                 as that of :meth:`deepnvme.Engine.empty_pinned`, is written in place, other memory is copied. Not to be
                 changed, freed or resized until the future is done.
             index: Numbers of the rows of ``blocks`` to store, one for each key.
-            event_fd: Descriptor of an ``eventfd``, to which 1 is added when the future is done. It must stay open until then.
+            event_fd: Descriptor of an ``eventfd``, to which 1 is added when the future is done. The caller may close it before.
 
         Returns:
             A future. Its flags say which keys are stored. Blocks that could not be written, or for which there was no slot, are
@@ -274,15 +283,12 @@ class BlockStore:
         for nbytes in set(memory.lengths):
             if not 1 <= nbytes <= self._layout.block_bytes:
                 raise ValueError(f"a block of this store has 1 to {self._layout.block_bytes} bytes, got {nbytes}")
-        with defer_interrupts(), self._lock:  # the memory of a job that was submitted must be kept
-            while self._under_way and self._under_way[0][0].done:
-                ended, its_memory = self._under_way.popleft()
-                if ended.memory_lost:
-                    _lost_memory.append(its_memory)
-            job = self._open(writable=not read).submit(
-                read, keys, memory.addresses, memory.lengths, -1 if event_fd is None else event_fd
-            )
-            self._under_way.append((job, memory))
+        native = self._open(writable=not read)
+        for ended in [job for job in list(self._under_way) if job.done]:  # whose futures nobody has asked
+            _forget(self._under_way, ended)
+        with defer_interrupts():  # the memory of a job that was submitted must be kept
+            job = native.submit(read, keys, memory.addresses, memory.lengths, -1 if event_fd is None else event_fd)
+            self._under_way[job] = memory
         return BlocksFuture(self, job)
 
     # Keys.
@@ -298,18 +304,20 @@ class BlockStore:
     def pin(self, keys: Sequence[bytes]) -> list[bool]:
         """Keep blocks from being evicted or deleted until :meth:`unpin` was called as often. Returns whether each is stored.
 
-        Pins end when the store is closed, and a block that turns out to be damaged loses them.
+        Pins end when the store is closed, and a block that turns out to be damaged loses them. Raises ValueError if the store is
+        read-only: the process that writes evicts.
         """
-        return self._open().pin(keys)
+        return self._open(writable=True).pin(keys)
 
     def unpin(self, keys: Sequence[bytes]) -> list[bool]:
         """Take back one :meth:`pin` of each key. Returns whether each had one."""
-        return self._open().unpin(keys)
+        return self._open(writable=True).unpin(keys)
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove blocks. Returns which were removed: those that were stored and not pinned.
 
-        Gets that have begun still return them. A put of the key that is under way is not affected.
+        Gets that have begun still return them. A put of the key that is under way is not affected. If the drive fails, which
+        ``stats()`` counts in ``write_errors``, a block can be there again when the store is opened again.
 
         Raises:
             ValueError: If the store is read-only.
@@ -331,7 +339,8 @@ class BlockStore:
         self._open().refresh()
 
     def _open(self, writable: bool = False) -> NativeStore:
-        """Return the store in C++. Raises ValueError if it is closed, or has to be writable and is not."""
+        """Return the store in C++. Raises ValueError if it is closed, or read-only and has to be ``writable``."""
+        self._check_process()
         if self.closed:
             raise ValueError("the store is closed")
         if writable and self._read_only:
@@ -370,11 +379,15 @@ class BlockStore:
 
         Ctrl-C interrupts the waiting, and leaves the store open. Dropping the store and the interpreter's exit close it, too.
         """
+        self._check_process()
+        for job in list(self._under_way):
+            job.wait(math.inf)
+        with defer_interrupts():
+            self._end()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError("the store is the parent process's: a forked child cannot use it")
-        for job, _ in list(self._under_way) if self._end.alive else ():
-            job.wait(math.inf)
-        self._end()
 
     def __enter__(self) -> BlockStore:
         return self
@@ -398,10 +411,21 @@ def _release(locks: list[DirectoryLock]) -> None:
         lock.release()
 
 
-def _end(process: int, native: NativeStore, under_way: deque[tuple[Job, BlockMemory]], stack: contextlib.ExitStack) -> None:
+def _end(process: int, stack: contextlib.ExitStack, under_way: dict[Job, BlockMemory]) -> None:
     """Close a store, unless this is a forked child. ``under_way`` keeps the memory of jobs until they have ended."""
     if process != os.getpid():
         return
-    with stack:
-        native.close()
-    under_way.clear()
+    with defer_interrupts():
+        try:
+            stack.close()
+        finally:
+            for job in list(under_way):
+                _forget(under_way, job)
+
+
+def _forget(under_way: dict[Job, BlockMemory], job: Job) -> None:
+    """Let go of the memory of a job that has ended."""
+    memory = under_way.get(job)
+    if memory is not None and job.memory_lost:
+        _lost_memory.append(memory)
+    under_way.pop(job, None)

@@ -8,14 +8,13 @@ import os
 import random
 import select
 import stat
+import time
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepnvme import Engine
 from deepnvme.files.directory_lock import StoreLocked
@@ -23,9 +22,11 @@ from deepnvme.kvstore import BlockStore
 from deepnvme.kvstore.block_files import FILE_NAME
 
 from ..support.disks import Disk
+from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.files import open_files
 from ..support.interpreters import Interpreters
 from ..support.kv_blocks import BLOCK, content, keys_of
+from ..support.patience import PATIENCE
 
 MIB = 1 << 20
 
@@ -121,6 +122,36 @@ def test_what_cannot_be_stored_is_refused_by_name(store: BlockStore) -> None:
     assert store.stats().used == 0
 
 
+def test_two_blocks_are_not_read_into_the_same_memory(store: BlockStore) -> None:
+    keys = keys_of(range(2))
+    assert store.put_many(keys, content(b"same").expand(2, -1)).result() == [True, True]
+    out = torch.zeros(3, BLOCK, dtype=torch.uint8)
+    for memory, index in [(out, [1, 1]), (out[:1].expand(2, -1), None)]:
+        with pytest.raises(ValueError, match="same memory"):
+            store.get_many(keys, memory, index)
+    assert store.get_many(keys, out, [1, 2]).result() == [True, True]
+
+
+def test_memory_is_let_go_of_once_a_future_is_known_to_be_done(store: BlockStore) -> None:
+    given, out = bytearray(b"a" * BLOCK), bytearray(BLOCK)
+    assert store.put_many([b"key"], [given]).result() == [True]
+    given.clear()  # BufferError if the store still had a view of it
+    future = store.get_many([b"key"], [out])
+    while not future.done():
+        time.sleep(0.001)
+    out.clear()
+
+
+def test_a_fingerprint_that_does_not_fit_into_the_header_is_refused(drive: Path) -> None:
+    text = "\N{GREEK SMALL LETTER KAPPA}" * 1000  # 6 bytes each in JSON
+    with pytest.raises(ValueError, match="1000 characters does not fit"):
+        BlockStore(drive / "kv", "2MiB", BLOCK, fingerprint=text)
+    with BlockStore(drive / "kv", "2MiB", BLOCK, fingerprint=text[:500]) as store:
+        assert store.put_many([b"key"], [content(b"key")]).result() == [True]
+    with BlockStore(drive / "kv", fingerprint=text[:500]) as store:
+        assert store.contains_many([b"key"]) == [True]
+
+
 def test_a_key_is_stored_once(store: BlockStore) -> None:
     first, second = content(b"first"), content(b"second")
     assert store.put_many([b"key", b"key"], [first, second]).result() == [True, True]
@@ -190,6 +221,30 @@ def test_what_is_used_often_outlives_a_scan(store: BlockStore) -> None:
     assert all(store.contains_many(hot))
 
 
+def test_of_a_prompt_the_last_blocks_are_evicted_first(drive: Path) -> None:
+    """Also of one whose puts and uses the store has forgotten, since it was opened again."""
+    with BlockStore(drive / "kv", "2MiB", BLOCK) as store:
+        slots = store.stats().slots
+        prompt, more = keys_of(range(slots)), keys_of(range(1000, 1003))
+        assert all(store.put_many(prompt, [content(key) for key in prompt]).result())
+        assert all(store.put_many(more[:1], [content(more[0])]).result())
+        assert store.contains_many(prompt) == [True] * (slots - 1) + [False]
+    with BlockStore(drive / "kv", "2MiB", BLOCK) as store:
+        assert store.delete(more[:1]) == [True]
+        assert all(store.put_many(more[1:], [content(key) for key in more[1:]]).result())
+        assert store.contains_many(prompt) == [True] * (slots - 2) + [False] * 2
+
+
+def test_a_put_does_not_evict_the_blocks_of_its_own_keys(store: BlockStore) -> None:
+    slots = store.stats().slots
+    keys = keys_of(range(slots))
+    assert all(store.put_many(keys, [content(key) for key in keys]).result())
+    both = [*keys[-3:], *keys_of(range(1000, 1003))]  # the first three would be evicted next
+    assert store.put_many(both, [content(key) for key in both]).result() == [True] * 6
+    assert store.contains_many(both) == [True] * 6
+    assert (store.stats().duplicates, store.stats().refused) == (3, 0)
+
+
 def test_it_is_found_again_when_it_is_opened_again(drive: Path) -> None:
     paths = [drive / "a", drive / "b"]
     with BlockStore(paths, "8MiB", BLOCK, fingerprint="model 1") as store:
@@ -245,10 +300,22 @@ def test_one_process_writes_and_others_read_beside_it(drive: Path) -> None:
                 store.put_many([key], [content(key)]).result()
             assert reader.contains_many(keys[:1]) == [True]
             assert reader.get_many(keys[:4], out.expand(4, -1).clone()).result() == [False] * 4
-            assert reader.stats().corrupt == 4
-            for call in (lambda: reader.put_many(keys[:1], out), lambda: reader.delete(keys), reader.clear):
+            assert (reader.stats().corrupt, reader.stats().misses) == (0, 5)  # overwritten, which is no damage
+            for call in (
+                lambda: reader.put_many(keys[:1], out),
+                lambda: reader.delete(keys),
+                lambda: reader.pin(keys),
+                reader.clear,
+            ):
                 with pytest.raises(ValueError, match="for reading only"):
                     call()
+
+
+def test_a_directory_has_any_name(drive: Path) -> None:
+    path = drive / os.fsdecode(b"caf\xe9 \xf0\x9f\x97\x84")
+    with BlockStore(path, "2MiB", BLOCK) as store:
+        assert store.put_many([b"key"], [content(b"key")]).result() == [True]
+    assert (path / FILE_NAME).exists()
 
 
 def test_too_small_a_drive_is_told_before_anything_is_made(small_disk: Disk) -> None:
@@ -264,11 +331,28 @@ def test_an_eventfd_tells_of_the_end(store: BlockStore) -> None:
     event = os.eventfd(0)
     try:
         future = store.put_many([b"key"], [content(b"key")], event_fd=event)
-        assert select.select([event], [], [], 60)[0] == [event]
+        assert select.select([event], [], [], PATIENCE)[0] == [event]
         assert os.eventfd_read(event) == 1
         assert future.done()
     finally:
         os.close(event)
+    with pytest.raises(OSError, match="eventfd") as caught:
+        store.put_many([b"key"], [content(b"key")], event_fd=event)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_an_eventfd_that_is_closed_early_is_not_taken_for_another_file(direct_disk: FaultyFilesystem, tmp_path: Path) -> None:
+    with BlockStore(direct_disk / "kv", "2MiB", BLOCK) as store:
+        direct_disk.fail("write", effect="hang", value=0, times=-1)
+        event = os.eventfd(0)
+        future = store.put_many([b"key"], [content(b"key")], event_fd=event)
+        os.close(event)
+        other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+        assert other == event
+        direct_disk.heal()
+        assert future.result(PATIENCE) == [True]
+        os.close(other)
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -328,25 +412,6 @@ future = store.put_many(keys, [content(key) for key in keys])
         assert all(again.contains_many(keys_of(range(30))))
 
 
-def test_the_index_takes_at_most_64_bytes_a_key(op: Any) -> None:
-    for slots in (1000, 1_000_000):
-        assert op.kvstore.BlockIndex(slots).nbytes <= 64 * slots
-
-
-@given(st.lists(st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 60)), max_size=300), st.integers(1, 40))
-def test_the_index_never_has_more_keys_than_slots_and_none_that_was_not_put(steps: list[tuple[str, int]], slots: int) -> None:
-    from deepnvme.ops import load_async_io
-
-    index = load_async_io().kvstore.BlockIndex(slots)
-    put: set[int] = set()
-    for what, number in steps:
-        key = number.to_bytes(2, "little")
-        if what == "put":
-            index.put([key])
-            put.add(number)
-            assert index.get([key]) == [True]
-        elif index.get([key]) == [True]:
-            assert number in put
-        elif len(put) <= slots:
-            assert number not in put
-        assert index.used == min(len(put), slots)
+def test_the_index_takes_at_most_64_bytes_a_key(drive: Path) -> None:
+    with BlockStore(drive / "kv", "2MiB", 1) as store:
+        assert 0 < store.stats().index_bytes <= 64 * store.stats().slots

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import ctypes
 import errno
+import gc
+import mmap
 import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ from deepnvme.kvstore.block_files import FILE_NAME, RECORD_BYTES
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.files import flip
 from ..support.interpreters import Interpreters
+from ..support.interrupts import ctrl_c_every, lost_in_finalizers
 from ..support.kv_blocks import BLOCK, content, keys_of
 from ..support.patience import PATIENCE
 
@@ -250,6 +256,43 @@ def test_a_drive_that_drops_writes_gives_misses(direct_disk: FaultyFilesystem) -
         assert check(store, keys) < 8
 
 
+def test_a_deletion_that_the_drive_does_not_take_is_counted(direct_disk: FaultyFilesystem) -> None:
+    with opened(direct_disk / "kv") as store:
+        put(store, [b"key"])
+        direct_disk.fail("write", errno.EIO, times=1)
+        assert store.delete([b"key"]) == [True]
+        direct_disk.heal()
+        assert store.contains_many([b"key"]) == [False]
+        assert store.stats().write_errors == 1
+        assert "at offset" in store.stats().last_error
+
+
+def test_memory_that_cannot_be_written_to_is_not_blamed_on_the_drive(drive: Path) -> None:
+    """The pages of a read-only mapping, which a tensor does not tell of."""
+    with opened(drive / "kv") as store:
+        put(store, [b"key"])
+        (drive / "zeros").write_bytes(bytes(BLOCK))
+        libc = ctypes.CDLL(None)
+        with mmap.mmap(-1, 4 * mmap.PAGESIZE) as memory:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), mmap.PROT_READ) == 0
+            view = memoryview(memory)[:BLOCK]
+            assert store.get_many([b"key"], [view]).result() == [False]
+            view.release()
+        assert store.stats().set_aside == 0
+
+
+def test_a_block_that_another_process_has_removed_is_a_miss_though_its_bytes_are_there_still(drive: Path) -> None:
+    """A reader cannot hold slots of the process that writes: it must see that a block may be overwritten while it is read."""
+    with opened(drive / "kv") as store, BlockStore(drive / "kv", read_only=True) as reader:
+        put(store, [b"key", b"other"])
+        reader.refresh()
+        assert check(reader, [b"key", b"other"]) == 2
+        store.delete([b"key"])
+        assert check(reader, [b"key", b"other"]) == 1
+        assert reader.stats().corrupt == 0
+
+
 def test_a_future_on_a_drive_that_hangs_times_out(direct_disk: FaultyFilesystem) -> None:
     with opened(direct_disk / "kv") as store:
         direct_disk.fail("write", effect="hang", value=0, times=-1)
@@ -260,6 +303,49 @@ def test_a_future_on_a_drive_that_hangs_times_out(direct_disk: FaultyFilesystem)
         assert store.contains_many([b"key"]) == [False]  # nothing else waits
         direct_disk.heal()
         assert future.result(PATIENCE) == [True]
+
+
+def test_ctrl_c_interrupts_the_waiting_for_a_drive_that_hangs_and_loses_nothing(direct_disk: FaultyFilesystem) -> None:
+    with opened(direct_disk / "kv") as store:
+        direct_disk.fail("write", effect="hang", value=0, times=-1)
+        future = store.put_many([b"key"], [content(b"key")])
+        for wait in (future.result, store.close):
+            timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            timer.join()
+        assert not store.closed
+        direct_disk.heal()
+        assert future.result(PATIENCE) == [True]
+        assert check(store, [b"key"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.filterwarnings("ignore:Exception ignored in")
+def test_ctrl_c_at_any_moment_leaves_a_store_that_goes_on(drive: Path) -> None:
+    """Also one that comes while a store is opened or closed."""
+    (drive / "kv").mkdir()
+    numbers, deadline = random.Random(3), time.monotonic() + 5
+    with ctrl_c_every(0.003) as ctrl_c, lost_in_finalizers():
+        while time.monotonic() < deadline:
+            with contextlib.suppress(KeyboardInterrupt):
+                store = opened(drive / "kv")
+                try:
+                    for _ in range(5):
+                        put(store, keys_of(numbers.sample(range(100), 8)))
+                        check(store, keys_of(numbers.sample(range(100), 8)))
+                finally:
+                    while not store.closed:
+                        with contextlib.suppress(KeyboardInterrupt):
+                            store.close()
+    assert ctrl_c.count > 20
+    gc.collect()
+    with opened(drive / "kv") as store:
+        assert check(store, keys_of(range(100))) > 0
+        store.clear()
+        assert store.stats().used == 0
 
 
 def test_random_faults_never_give_a_wrong_byte(direct_disk: FaultyFilesystem) -> None:

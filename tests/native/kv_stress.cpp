@@ -36,6 +36,12 @@ std::uint64_t below(Random& random, std::uint64_t most) { return random() % most
 void index_agrees_with_a_map(Random& random) {
     const Slot slots = static_cast<Slot>(1 + below(random, 100));
     BlockIndex index(slots);
+    index.finish_placing({});
+    const auto remove = [&](Slot slot) {
+        if (!index.hold(slot)) complain("a block cannot be held");
+        index.remove(slot, false);
+        index.release(slot);
+    };
     std::unordered_map<std::uint64_t, Slot> held;  // keys that cannot be evicted
     for (int turn = 0; turn < 5000; ++turn) {
         const std::uint64_t number = below(random, 2 * slots);
@@ -44,7 +50,7 @@ void index_agrees_with_a_map(Random& random) {
         if (const auto found = held.find(number); found != held.end()) {
             if (slot != found->second) complain("a held block has moved");
             if (below(random, 2)) index.unpin(slot);
-            else index.remove(slot, false);
+            else remove(slot);
             held.erase(found);
         } else if (slot == kNoSlot) {
             for (const Slot reserved : index.reserve(1)) {
@@ -58,7 +64,7 @@ void index_agrees_with_a_map(Random& random) {
         } else if (below(random, 2)) {
             index.touch(slot);
         } else {
-            index.remove(slot, false);
+            remove(slot);
         }
         if (index.used() > slots || index.pinned() != held.size()) complain("the counts are wrong");
     }
@@ -85,7 +91,7 @@ std::shared_ptr<Job> run(BlockStore& store, Job::Kind kind, const std::vector<st
         blocks.push_back(std::span(memory).subspan(i * kBlock, kBlock));
         if (kind == Job::Kind::put) fill(blocks.back(), numbers[i]);
     }
-    auto job = std::make_shared<Job>(kind, std::move(keys), std::move(blocks), -1);
+    auto job = std::make_shared<Job>(kind, std::move(keys), std::move(blocks), Fd());
     store.submit(job);
     while (!job->wait_for(std::chrono::seconds(1))) {}
     return job;
@@ -99,11 +105,11 @@ void work(BlockStore& store, std::uint64_t seed, int rounds) {
         Keys keys;
         for (std::uint64_t& number : numbers) keys.push_back(key_of(number = below(random, 2 * kRoom)));
         switch (below(random, 6)) {
-            case 0: store.remove(keys); break;
-            case 1: store.touch(keys); store.contains(keys); store.figures(); break;
+            case 0: store.use(keys, Use::remove); break;
+            case 1: store.use(keys, Use::touch); store.use(keys, Use::none); store.figures(); break;
             case 2: run(store, Job::Kind::put, numbers, memory); break;
             default: {
-                const auto pinned = store.pin(keys);
+                const auto pinned = store.use(keys, Use::pin);
                 const auto job = run(store, Job::Kind::get, numbers, memory);
                 for (std::size_t i = 0; i < numbers.size(); ++i) {
                     if (!job->flags[i]) continue;
@@ -113,7 +119,7 @@ void work(BlockStore& store, std::uint64_t seed, int rounds) {
                 Keys held;
                 for (std::size_t i = 0; i < numbers.size(); ++i)
                     if (pinned[i]) held.push_back(keys[i]);
-                for (const auto flag : store.unpin(held))
+                for (const auto flag : store.use(held, Use::unpin))
                     if (!flag) complain("a pin is lost");
                 if (round % 7 == 0) run(store, Job::Kind::put, numbers, memory);
             }
@@ -134,7 +140,7 @@ int main(int count, char** arguments) {
         const Fd file(::open(paths.back().c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600));
         if (!file || ::ftruncate(file.get(), 16384 + kRoom * kBlock) != 0) complain("cannot make " + paths.back());
     }
-    const Layout layout{kBlock, kBlock, 4096, 16384, kRoom, 4};
+    const Layout layout{kBlock, kBlock, 4096, 16384, kRoom};
     const auto engine = std::make_shared<Engine>(EngineOptions{});
     for (int time = 0; time < 3; ++time) {  // opened again with what is there
         BlockStore store(engine, paths, layout, false);

@@ -10,9 +10,6 @@ from typing_extensions import Buffer
 
 from . import Engine
 
-MOST_KEY_BYTES: int
-RECORD_BYTES: int
-
 def rows_of(buffer: Buffer, writable: bool) -> tuple[int, int, int, int]:
     """Return (address, rows, bytes from row to row, bytes of a row) of a buffer, whose rows are along its first dimension.
 
@@ -46,11 +43,10 @@ class BlockStore:
         records_begin: int,
         blocks_begin: int,
         slots: int,
-        stripe: int,
         read_only: bool,
     ) -> None: ...
     def submit(self, read: bool, keys: Sequence[bytes], addresses: Buffer, lengths: Buffer, event: int) -> Job:
-        """Start a job. ``event``: an eventfd, or -1. The memory at the addresses must stay allocated until the job is done."""
+        """Start a job. ``event``: an eventfd, which is duplicated, or -1. The memory must stay allocated until the job is done."""
     def contains(self, keys: Sequence[bytes]) -> list[bool]: ...
     def touch(self, keys: Sequence[bytes]) -> list[bool]: ...
     def pin(self, keys: Sequence[bytes]) -> list[bool]: ...
@@ -61,16 +57,3 @@ class BlockStore:
     def close(self) -> None:
         """Finish all jobs, stop the threads, flush the records and close the files. Once."""
     def figures(self) -> dict[str, Any]: ...
-
-class BlockIndex:
-    """The index of a store with so many slots, without blocks: for benchmarks of the policy. Not thread-safe."""
-
-    def __init__(self, slots: int) -> None: ...
-    def get(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each key is there, and count a use of those that are."""
-    def put(self, keys: Sequence[bytes]) -> None:
-        """Have each key, evicting others."""
-    @property
-    def used(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
