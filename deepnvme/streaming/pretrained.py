@@ -1,8 +1,7 @@
-"""Weight streaming for Hugging Face transformers: builds the store of a checkpoint once, and runs the model from it.
+"""Weight streaming for Hugging Face transformers: from the checkpoint's own files, or from a store that is built once.
 
-To find where each weight of the model lies in the checkpoint, transformers is asked to load the model with a device map that
-offloads everything to disk. Weights that transformers converts while loading (for example the experts of a mixture of
-experts) are written to a temporary directory by it.
+To build a store, transformers is asked to load the model with a device map that offloads everything to disk: so it says where
+each weight lies in the checkpoint. It writes the weights that it converts while loading to a temporary directory.
 """
 
 from __future__ import annotations
@@ -117,12 +116,16 @@ def from_pretrained(
         ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand.
 
     Raises:
-        FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
+        FileNotFoundError: If ``name_or_path`` is a path that does not exist, or a folder without config.json. PathLikes, names
+            that begin with "/", "." or "~", and names with several "/" are paths.
+        NotADirectoryError: If ``name_or_path`` is a file.
         ImportError: If transformers or accelerate is not installed.
-        TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
+        TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one; or if
+            ``model_class`` is no class.
         ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
             checkpoint is quantised, or if ``kv_offload`` is none of the above. Without ``path``: if something needs a store,
-            or the checkpoint lacks a weight of the model; the message names the weights.
+            or the checkpoint lacks a weight of the model; the message names the weights. Or if ``experts`` is "on-demand", and
+            the model has no experts that can be read on demand.
         CorruptCheckpoint: If a file of the checkpoint is damaged. Later, from the model: if a file was changed.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
@@ -136,12 +139,12 @@ def from_pretrained(
         raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
     for option in _REFUSED:
         if option in options:
-            raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
+            why = f"places the weights itself, and streams them as they are: it does not take {option}"
+            raise TypeError(f"from_pretrained {why}; see memory_budget= and device=")
+    if model_class is not None and not isinstance(model_class, type):
+        raise TypeError(f"model_class must be a class, such as transformers.LlamaForCausalLM, got {model_class!r}")
     transformers = _transformers()
-    name = os.fspath(name_or_path)
-    is_path = isinstance(name_or_path, os.PathLike) or os.path.isabs(name) or name.startswith(".")  # no repository's name
-    if is_path and not os.path.exists(name):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    name = _checked_name(name_or_path, options)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     if path is None:
@@ -184,6 +187,26 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ImportError(f"{error}; models of transformers need: pip install 'deepnvme[transformers]'") from error
     return transformers
+
+
+def _checked_name(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> str:
+    """Return the name or path of the checkpoint.
+
+    Raises:
+        FileNotFoundError: For a path that does not exist, and for a folder without config.json unless ``options`` have a config.
+        NotADirectoryError: For a file.
+    """
+    name = os.fspath(name_or_path)
+    no_name_of_the_hub = isinstance(name_or_path, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if no_name_of_the_hub and not os.path.exists(name):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if os.path.isfile(name):
+        why = "from_pretrained takes the folder of a checkpoint; to stream a module from a file, use stream(model, file)"
+        raise NotADirectoryError(errno.ENOTDIR, why, name)
+    folder = Path(name, options.get("subfolder") or "")
+    if os.path.isdir(name) and options.get("config") is None and not (folder / "config.json").exists():
+        raise FileNotFoundError(errno.ENOENT, "no checkpoint of transformers: it has no config.json", str(folder))
+    return name
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
@@ -326,13 +349,16 @@ def _streamed_in_place(
     """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
     model, weights, versions = locate_weights(kind, name, options)
     on_demand = set() if experts == "streamed" else expert_weights(model)
+    if experts == "on-demand" and not on_demand:
+        whose = type(model).__name__
+        raise ValueError(f"{whose} has no experts that can be read on demand: leave experts= out, and its layers are streamed")
     budget = budget_bytes(memory_budget, "memory_budget")
     others = {weight: place for weight, place in weights.items() if weight not in on_demand}
     if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
         on_demand, others = set(), weights
     with contextlib.ExitStack() as undo:
         offloaded = None
-        if on_demand or experts == "on-demand":
+        if on_demand:
             first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
             how: dict[str, Any] = {"device": device, "aio_config": aio_config}
             offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
