@@ -108,7 +108,8 @@ struct Float16 {
         const Words subnormal = bits<Words>(bits<Floats>(magnitude) + 0.5f) - 0x3f000000u;
         const Words overflow = magnitude >= 0x477ff000u;
         const Words tiny = magnitude < 0x38800000u;
-        return choose(overflow, Words{} + 0x7c00u, choose(tiny, subnormal, normal)) | ((words >> 16) & 0x8000u);
+        const Words not_a_number = (magnitude > 0x7f800000u) & 0x200u;
+        return choose(overflow, not_a_number | 0x7c00u, choose(tiny, subnormal, normal)) | ((words >> 16) & 0x8000u);
     }
     DEEPNVME_INLINE static void pack(const Sixteen& values, std::byte* to) {
         store<Words>(rounded(values.even) | (rounded(values.odd) << 16), to);
@@ -147,6 +148,19 @@ DEEPNVME_INLINE void store_part(const Bytes& codes, std::byte* to, std::uint64_t
 DEEPNVME_INLINE Sixteen floats_of(const Bytes& codes) {
     const auto wide = bits<Integers>(__builtin_convertvector(codes, Shorts));
     return {__builtin_convertvector((wide << 16) >> 16, Floats), __builtin_convertvector(wide >> 16, Floats)};
+}
+
+// Of e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity. No step has a subnormal float32, which a thread may be set to flush.
+DEEPNVME_INLINE Floats fp8_values(const Words& codes) {
+    const Words magnitude = codes & 0x7fu, normal = (magnitude << 20) + 0x3c000000u;
+    const auto subnormal = bits<Words>(bits<Floats>((magnitude << 20) + 0x3c800000u) - 0x1p-6f);
+    const Words finite = choose(magnitude < 8u, subnormal, normal);
+    return bits<Floats>(choose(magnitude == 0x7fu, Words{} + 0x7fc00000u, finite) | ((codes & 0x80u) << 24));
+}
+
+DEEPNVME_INLINE Sixteen floats_of_fp8(const Bytes& codes) {
+    const auto wide = bits<Words>(__builtin_convertvector(codes, Shorts));
+    return {fp8_values(wide), fp8_values(wide >> 16)};
 }
 
 // To the nearest integer, to even between two, of numbers below 2**22.
