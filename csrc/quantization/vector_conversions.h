@@ -29,6 +29,10 @@ struct Sixteen {
     Floats even, odd;
 };
 
+struct Halves {
+    std::uint64_t first, second;
+};
+
 template <class To, class From>
 DEEPNVME_INLINE To bits(const From& from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -158,9 +162,15 @@ DEEPNVME_INLINE Floats fp8_values(const Words& codes) {
     return bits<Floats>(choose(magnitude == 0x7fu, Words{} + 0x7fc00000u, finite) | ((codes & 0x80u) << 24));
 }
 
+// Of sixteen codes, almost always all are normal numbers: then exponent and mantissa only move, which takes half the time.
 DEEPNVME_INLINE Sixteen floats_of_fp8(const Bytes& codes) {
-    const auto wide = bits<Words>(__builtin_convertvector(codes, Shorts));
-    return {fp8_values(wide), fp8_values(wide >> 16)};
+    const auto special = bits<Halves>(((codes & 0x78) == 0) | ((codes & 0x7f) == 0x7f));
+    const auto wide = bits<Integers>(__builtin_convertvector(codes, Shorts));
+    if ((special.first | special.second) != 0) [[unlikely]] return {fp8_values(bits<Words>(wide)), fp8_values(bits<Words>(wide) >> 16)};
+    const auto normal = [](const Integers& at_the_top) __attribute__((always_inline)) {
+        return bits<Floats>(((at_the_top >> 4) & static_cast<std::int32_t>(0x87f00000)) + 0x3c000000);
+    };
+    return {normal(wide << 24), normal(wide << 8)};
 }
 
 // To the nearest integer, to even between two, of numbers below 2**22.
