@@ -182,8 +182,9 @@ def dequantize_matrices(
         raise TypeError(f"out is {out.dtype}: FP8 is dequantised to floating point")
     if codes.device != out.device or not out.is_contiguous():
         raise ValueError(f"out must be contiguous and on {codes.device}, got strides {out.stride()} on {out.device}")
-    if not codes.numel() == out.numel() == sum(part.numel for part, _ in parts):
-        raise ValueError(f"{codes.numel()} codes with scales for {sum(part.numel for part, _ in parts)} are no {out.numel()} values")
+    scaled = sum(part.numel for part, _ in parts)
+    if not codes.numel() == out.numel() == scaled:
+        raise ValueError(f"{codes.numel()} codes with scales for {scaled} are no {out.numel()} values")
     for part, scales in parts:
         if scales.numel() != math.prod(part.grid):
             raise ValueError(f"{part} has {math.prod(part.grid)} scales, got {scales.numel()}")
