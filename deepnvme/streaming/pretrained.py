@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme._former_names import former_names, option_names, refuse_options
+from deepnvme.checkpoint.file_io import Version
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
@@ -35,6 +36,7 @@ from .located_weights import locate_weights, with_dtypes_kept
 from .streamed_model import Streaming, streaming_of
 from .weights.build_once import opened_or_built
 from .weights.checkpoint_weights import CheckpointWeights
+from .weights.places import Place
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -62,6 +64,9 @@ _LOADING = (
     "torch_dtype", "tqdm_class", "trust_remote_code", "weights_only",
 )  # fmt: skip
 """Further options that transformers' ``from_pretrained`` accepts. All others must be attributes of the configuration."""
+
+_FP8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8")
+"""Methods of quantisation by which weights may be FP8 with scales. They are dequantised as they are read."""
 
 locating_weights: ContextVar[bool] = ContextVar("locating_weights", default=False)
 """True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
@@ -148,8 +153,13 @@ def from_pretrained(
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
     if path is None:
+        quantization = _without_quantization(config)
+        if quantization is not None:  # otherwise transformers makes modules of its own for it
+            options = {key: options[key] for key in options if key in (*_HUB, *_CHOOSING, *_LOADING)} | {"config": config}
         kind = _concrete(kind, config, options)
-        return _streamed_in_place(kind, name, options, prefetch, memory_budget, device, experts, aio_config)
+        located = locate_weights(kind, name, options, quantization)
+        return _streamed_in_place(*located, prefetch, memory_budget, device, experts, aio_config)
+    _refuse_quantized(config, ())
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
@@ -214,7 +224,7 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
 
     Raises:
         TypeError: For an option that is neither one of ``from_pretrained`` nor an attribute of the configuration.
-        ValueError: For a quantised checkpoint.
+        ValueError: For a checkpoint that is quantised by another method than those for FP8.
     """
     given = options.get("config")
     config: PretrainedConfig
@@ -227,11 +237,38 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
     because = "neither it nor transformers has such an option, and"
     because += f" {type(config).__name__} has no such attribute that could be set here"
     refuse_options("from_pretrained", set(unused).difference(known), {**known, **option_names(from_pretrained)}, because)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-        raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one that is not")
+    _refuse_quantized(config, _FP8_METHODS)
     return config
+
+
+def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a configuration, or of the text model in it; None if there is none."""
+    for each in (config, config.get_text_config(decoder=True)):
+        found = getattr(each, "quantization_config", None)
+        if found is not None:
+            return found if isinstance(found, dict) else dict(found.to_dict())
+    return None
+
+
+def _refuse_quantized(config: PretrainedConfig, methods: Sequence[str]) -> None:
+    """Raise ValueError if the checkpoint is quantised, unless it is by one of ``methods``."""
+    quantization = _quantization(config)
+    method = None if quantization is None else str(quantization.get("quant_method"))
+    if method in methods or quantization is None:
+        return
+    if method in _FP8_METHODS:
+        text = f"the checkpoint is quantised ({method}), and no store is built of such weights: leave out path="
+        raise ValueError(f"{text}, then FP8 weights are streamed from the checkpoint's files, and dequantised as they are read")
+    raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one in FP8, or not quantised")
+
+
+def _without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Remove the ``quantization_config`` from a configuration, and return it; None if there is none."""
+    quantization = _quantization(config)
+    for each in (config, config.get_text_config(decoder=True)):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    return quantization
 
 
 def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
@@ -343,23 +380,27 @@ def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -
 
 
 def _streamed_in_place(
-    kind: Any, name: str, options: Mapping[str, Any], prefetch: int, memory_budget: MemoryBudget,
-    device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
+    model: PreTrainedModel, weights: Mapping[str, Place], versions: Mapping[str, Version], prefetch: int,
+    memory_budget: MemoryBudget, device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None,
+    aio_config: AioConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
-    model, weights, versions = locate_weights(kind, name, options)
+    """Return a model, streamed from the checkpoint's own files.
+
+    The first three arguments are what :func:`locate_weights` returns, the others as for :func:`from_pretrained`.
+    """
+    own = weights_by_name(model)
     on_demand = set() if experts == "streamed" else expert_weights(model)
     if experts == "on-demand" and not on_demand:
         whose = type(model).__name__
         raise ValueError(f"{whose} has no experts that can be read on demand: leave experts= out, and its layers are streamed")
     budget = budget_bytes(memory_budget, "memory_budget")
-    others = {weight: place for weight, place in weights.items() if weight not in on_demand}
-    if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
+    others: Mapping[str, Place] = {weight: place for weight, place in weights.items() if weight not in on_demand}
+    if experts is None and budget >= sum(own[weight].nbytes for weight in weights if weight in own):
         on_demand, others = set(), weights
     with contextlib.ExitStack() as undo:
         offloaded = None
         if on_demand:
-            first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
+            first = min(budget, sum(own[weight].nbytes for weight in others if weight in own))
             how: dict[str, Any] = {"device": device, "aio_config": aio_config}
             offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
             memory_budget = first

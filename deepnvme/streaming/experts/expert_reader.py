@@ -47,7 +47,7 @@ class ExpertReader:
         self.bytes_read = 0
         """Bytes of all reads started so far, with the pages around them."""
         self._engine = engine
-        paths = dict.fromkeys(path for part in parts for path, _, _ in part.ranges)
+        paths = dict.fromkeys(path for part in parts for path, _, _ in (*part.ranges, *part.scale_ranges))
         self._versions = {path: file_version(path) for path in paths}
         self._files: dict[str, File] = {path: engine.open(path) for path in paths}
 
@@ -61,7 +61,7 @@ class ExpertReader:
         assert isinstance(block, ExpertBlock)
         part = block.part
         block.moved = part.place == part.start
-        for path in {each.path for each in part.ranges}:
+        for path in {each.path for each in (*part.ranges, *part.scale_ranges)}:
             if file_version(path) != self._versions[path]:
                 raise CorruptCheckpoint(path, "the file was replaced or changed since the experts were offloaded")
         at, pieces = part.start, []
@@ -71,6 +71,10 @@ class ExpertReader:
         if len(part.ranges) == 1:
             begin, end = self._whole_pages(part.ranges[0], part.start)
             pieces = [(self._files[part.ranges[0].path], begin, buffer[: end - begin])]
+        at = part.scales_start
+        for each in part.scale_ranges:
+            pieces.append((self._files[each.path], each.offset, buffer[at : at + each.nbytes]))
+            at += each.nbytes
         files, offsets, tensors = zip(*pieces, strict=True)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
         if len(tensors) == 1:
@@ -97,7 +101,7 @@ class ExpertReader:
 
 def explain(error: OSError, part: ExpertSlice) -> OSError:
     """Return an error like ``error`` that also says which expert could not be read, and where it lies."""
-    path, offset, nbytes = part.ranges[min(getattr(error, "indices", None) or [0])]
+    path, offset, nbytes = (*part.ranges, *part.scale_ranges)[min(getattr(error, "indices", None) or [0])]
     text = f"{error.strerror or error}: {part} could not be read, {nbytes} bytes at offset {offset}"
     if isinstance(error, CorruptCheckpoint):
         return CorruptCheckpoint(error.filename, text)

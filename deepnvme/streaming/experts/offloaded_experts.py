@@ -78,7 +78,7 @@ def offload_experts(
 
     Raises:
         ValueError: If the model has no such modules; or if the checkpoint has the experts in a form that has to be converted,
-            such as quantised.
+            such as quantised; but experts in FP8 with scales are dequantised for each use.
         WeightMismatch: If the checkpoint lacks experts of the model, or has them in another shape.
         CorruptCheckpoint: If a file is damaged, or ends before an expert does.
         RuntimeError: If the model's experts are offloaded or streamed already.
@@ -113,7 +113,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
         largest, total = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks)
         self._budget = min(max(budget, 2 * largest), total)
-        paths = {each.path for block in blocks for each in block.part.ranges}
+        paths = {each.path for block in blocks for each in (*block.part.ranges, *block.part.scale_ranges)}
         self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
         self._reader = ExpertReader(self._engine, [block.part for block in blocks])
         self._cache = ExpertCache(self._reader, padded(self._budget))

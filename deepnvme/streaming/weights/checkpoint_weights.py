@@ -9,7 +9,8 @@ which is widened to whole pages: at most 8 KiB more than the weights. An extent 
 
 A weight that the model wants in another form is copied after the read: see :attr:`Weight.elements`. The pieces of a weight that
 are several tensors in the files, such as the experts of a mixture, are read right where they belong in it. The engine copies
-them on the way, since they begin at other places of a page in memory than in the file.
+them on the way, since they begin at other places of a page in memory than in the file. An FP8 weight is dequantised instead of
+copied. The scales of an extent's weights are runs of their own, which come first.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,14 +32,16 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides
-from deepnvme.model.structure import find_ties
+from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described
 from deepnvme.telemetry.descriptions import representation, shorten, size_for_people, state_text
 from deepnvme.transfer.gather import Transfers
 
 from .build_pipeline import structure_for
 from .extent_store import ExtentStore
-from .manifest import Extent, Weight
+from .manifest import Extent, ScalesInExtent, Weight
+from .places import MergedWeight, Place, Run, ScaledWeight, paths_of
+from .scales import quantization_beside, with_scales
 from .weight_store import IN_FLIGHT_BYTES
 
 if TYPE_CHECKING:
@@ -46,32 +49,6 @@ if TYPE_CHECKING:
 
 _DEVICE_ALIGNMENT = 16
 """Bytes. Least alignment of weights on a CUDA device, whose libraries choose other kernels for less."""
-
-
-class Run(NamedTuple):
-    """Bytes of a file that are read at once: neighbouring weights, widened to whole pages; or a piece of a merged weight."""
-
-    path: str
-    """Path of the file."""
-    offset: int
-    """Where the run begins in the file, in bytes."""
-    nbytes: int
-    """Bytes of the run."""
-    place: int
-    """Where the run begins in the extent, or the piece in its weight, in bytes."""
-
-
-class MergedWeight(NamedTuple):
-    """A weight that is several tensors in files, which follow one another in memory."""
-
-    info: WeightInfo
-    """Shape of the weight, and the dtype of all its pieces."""
-    pieces: tuple[Run, ...]
-    """The pieces. Their places, from the start of the weight, cover it without gaps."""
-
-
-Place = torch.Tensor | Location | MergedWeight
-"""Where a weight lies. A tensor stands only for a weight without elements."""
 
 
 class CheckpointWeights(ExtentStore):
@@ -83,7 +60,7 @@ class CheckpointWeights(ExtentStore):
         weights: Where each weight of the model lies, by name.
         versions: Version of each file, taken before its header was read: see :func:`file_version`.
         model: The model that the weights are for. It may be on the meta device. Floating-point weights of other dtypes are
-            converted to the model's as they are read.
+            converted to the model's as they are read, FP8 weights with their scales.
         device: Where the model computes.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -147,7 +124,8 @@ class CheckpointWeights(ExtentStore):
         for path in files_of(checkpoint):
             with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
                 versions[path] = file_version(path)
-        return cls(weights_in(checkpoint), versions, model, device, aio_config)
+        weights = with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=weights_by_name(model))
+        return cls(weights, versions, model, device, aio_config)
 
     @property
     def title(self) -> str:
@@ -250,7 +228,7 @@ def _check_located(weights: Mapping[str, Place], versions: Mapping[str, Version]
                 text = f"weight {name!r} lies in no file as it is in memory, so it cannot be streamed: build a WeightStore"
                 raise TypeError(text)
             continue
-        for path in [weight.path] if isinstance(weight, Location) else [piece.path for piece in weight.pieces]:
+        for path in paths_of(weight):
             if path not in versions:
                 raise CorruptCheckpoint(path, "the checkpoint was changed while it was opened: load the model again")
 
@@ -299,29 +277,60 @@ def lay_out(
         sizes: Bytes of the files, by path.
         alignment: Least alignment in bytes that the model wants of a weight, besides the size of the dtype.
     """
-    located = {weight: each for weight, (each, _) in weights.items() if isinstance(each, Location) and each.info.nbytes}
-    ranges = sorted((each.path, each.offset, each.offset + _span(each), weight) for weight, each in located.items())
-    runs: list[Run] = []
-    placed: list[Weight] = []
-    for path, begin, end, weight in ranges:
-        first, last = begin // PAGE * PAGE, min(padded(end, PAGE), sizes[path])
-        run = runs[-1] if runs else None
-        if run is not None and run.path == path and first <= run.offset + run.nbytes:
-            runs[-1] = run = run._replace(nbytes=max(run.nbytes, last - run.offset))
-        else:
-            run = Run(path, first, last - first, 0 if run is None else padded(run.place + run.nbytes, PAGE))
-            runs.append(run)
-        offset = run.place + begin - run.offset
-        placed.append(_placed(weight, located[weight], weights[weight][1], offset, alignment))
-    end = padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
-    for weight, (each, info) in weights.items():
+    codes = {weight: each.codes if isinstance(each, ScaledWeight) else each for weight, (each, _) in weights.items()}
+    located = {weight: each for weight, each in codes.items() if isinstance(each, Location) and each.info.nbytes}
+    scaled = {weight: each.parts for weight, (each, _) in weights.items() if isinstance(each, ScaledWeight)}
+    runs, scales_at = _runs([part.scales for parts in scaled.values() for part in parts], sizes, 0)
+    own, places = _runs(located.values(), sizes, _end(runs))
+    runs += own
+    placed = []
+
+    def place(weight: str, offset: int) -> None:
+        """Add a weight, which lies at ``offset`` of the extent."""
+        found = _placed(weight, codes[weight], weights[weight][1], offset, alignment)
+        if weight in scaled:
+            there = (ScalesInExtent(part.matrices, scales_at[part.scales], part.scales.info) for part in scaled[weight])
+            found = found._replace(scales=tuple(there))
+        placed.append(found)
+
+    for weight in sorted(located, key=lambda weight: (*_range(located[weight]), weight)):
+        place(weight, places[located[weight]])
+    end = _end(runs)
+    for weight, each in codes.items():
         if weight in located:
             continue
         if isinstance(each, MergedWeight):
             runs += [piece._replace(place=end + piece.place) for piece in each.pieces]
-        placed.append(_placed(weight, each, info, end, alignment))
+        place(weight, end)
         end = padded(placed[-1].end, PAGE)
     return Extent(name, tuple(placed)), tuple(runs)
+
+
+def _runs(locations: Iterable[Location], sizes: Mapping[str, int], end: int) -> tuple[list[Run], dict[Location, int]]:
+    """Return runs that have weights in files, and the offset of each weight in the extent. The first run begins at ``end``."""
+    runs: list[Run] = []
+    places: dict[Location, int] = {}
+    for location in sorted(set(locations), key=_range):
+        path, begin, last = _range(location)
+        first, last = begin // PAGE * PAGE, min(padded(last, PAGE), sizes[path])
+        run = runs[-1] if runs else None
+        if run is not None and run.path == path and first <= run.offset + run.nbytes:
+            runs[-1] = run = run._replace(nbytes=max(run.nbytes, last - run.offset))
+        else:
+            run = Run(path, first, last - first, _end(runs) or end)
+            runs.append(run)
+        places[location] = run.place + begin - run.offset
+    return runs, places
+
+
+def _end(runs: Sequence[Run]) -> int:
+    """Return the offset in the extent of the first page behind the last run."""
+    return padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
+
+
+def _range(location: Location) -> tuple[str, int, int]:
+    """Return the path of a weight's file, and its first byte and the one behind its last byte in the file."""
+    return location.path, location.offset, location.offset + _span(location)
 
 
 def _placed(name: str, weight: Place, info: WeightInfo, offset: int, alignment: int) -> Weight:
