@@ -29,11 +29,13 @@ from deepnvme.model.quantization import Scheme
 from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
+from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
 from .experts.offloaded_experts import offload_experts
 from .located_weights import locate_weights, with_dtypes_kept
-from .streamed_model import Streaming, streaming_of
+from .streamed_model import Streaming, end_stream_of, streaming_of
+from .table_weights import MIN_TABLE_BYTES, OffloadedTables
 from .weights.build_once import opened_or_built
 from .weights.checkpoint_weights import CheckpointWeights
 from .weights.weight_store import Directories, WeightStore
@@ -74,6 +76,7 @@ def from_pretrained(
     *,
     path: Directories | None = None,
     memory_budget: MemoryBudget = 0,
+    min_table_bytes: ByteCount | None = MIN_TABLE_BYTES,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
@@ -98,6 +101,8 @@ def from_pretrained(
             quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
             concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
+        min_table_bytes: Without ``path``: least bytes of an embedding that is read by rows, or a size such as "1GB", as for
+            :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
@@ -146,7 +151,7 @@ def from_pretrained(
     kind = _class_of(transformers, config, model_class)
     if path is None:
         kind = _concrete(kind, config, options)
-        return _streamed_in_place(kind, name, options, prefetch, memory_budget, device, experts, aio_config)
+        return _streamed_in_place(kind, name, options, prefetch, memory_budget, min_table_bytes, device, experts, aio_config)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
@@ -321,16 +326,19 @@ def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -
 
 def _streamed_in_place(
     kind: Any, name: str, options: Mapping[str, Any], prefetch: int, memory_budget: MemoryBudget,
-    device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
+    min_table_bytes: ByteCount | None, device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None,
+    aio_config: AioConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
-    model, weights, versions = locate_weights(kind, name, options)
-    on_demand = set() if experts == "streamed" else expert_weights(model)
-    budget = budget_bytes(memory_budget, "memory_budget")
-    others = {weight: place for weight, place in weights.items() if weight not in on_demand}
-    if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
-        on_demand, others = set(), weights
+    model, located, versions = locate_weights(kind, name, options)
     with contextlib.ExitStack() as undo:
+        tables = undo.enter_context(OffloadedTables(model, located, versions, min_table_bytes, device, aio_config))
+        weights = {weight: place for weight, place in located.items() if weight not in tables.names}
+        on_demand = set() if experts == "streamed" else expert_weights(model)
+        budget = budget_bytes(memory_budget, "memory_budget")
+        others = {weight: place for weight, place in weights.items() if weight not in on_demand}
+        if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
+            on_demand, others = set(), weights
         offloaded = None
         if on_demand or experts == "on-demand":
             first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
@@ -338,18 +346,11 @@ def _streamed_in_place(
             offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
             memory_budget = first
         store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
-        undo.callback(_end_stream_of, model)
-        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded)
+        undo.callback(end_stream_of, model)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
         undo.pop_all()
     return model
-
-
-def _end_stream_of(model: Any) -> None:
-    """End the stream of a model, if an interrupt came after the stream was made."""
-    streamed = streaming_of(model)
-    if streamed is not None:
-        streamed.close()
 
 
 def _made_on_meta(kind: Any, config: PretrainedConfig, options: Mapping[str, Any], dtype: Any) -> Any:
