@@ -29,11 +29,13 @@ from deepnvme.model.quantization import Scheme
 from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
+from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
 from .experts.offloaded_experts import offload_experts
 from .located_weights import locate_weights, with_dtypes_kept
-from .streamed_model import Streaming, streaming_of
+from .streamed_model import Streaming, end_stream_of, streaming_of
+from .table_weights import MIN_TABLE_BYTES, OffloadedTables
 from .weights.build_once import opened_or_built
 from .weights.checkpoint_weights import CheckpointWeights
 from .weights.places import Place
@@ -78,6 +80,7 @@ def from_pretrained(
     *,
     path: Directories | None = None,
     memory_budget: MemoryBudget = 0,
+    min_table_bytes: ByteCount | None = MIN_TABLE_BYTES,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
@@ -102,6 +105,8 @@ def from_pretrained(
             quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
             concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
+        min_table_bytes: Without ``path``: least bytes of an embedding that is read by rows, or a size such as "1GB", as for
+            :func:`stream`.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
@@ -158,7 +163,7 @@ def from_pretrained(
             options = {key: options[key] for key in options if key in (*_HUB, *_CHOOSING, *_LOADING)} | {"config": config}
         kind = _concrete(kind, config, options)
         located = locate_weights(kind, name, options, quantization)
-        return _streamed_in_place(*located, prefetch, memory_budget, device, experts, aio_config)
+        return _streamed_in_place(*located, prefetch, memory_budget, min_table_bytes, device, experts, aio_config)
     _refuse_quantized(config, ())
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
@@ -380,24 +385,26 @@ def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -
 
 
 def _streamed_in_place(
-    model: PreTrainedModel, weights: Mapping[str, Place], versions: Mapping[str, Version], prefetch: int,
-    memory_budget: MemoryBudget, device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None,
-    aio_config: AioConfig | None,
+    model: PreTrainedModel, located: Mapping[str, Place], versions: Mapping[str, Version], prefetch: int,
+    memory_budget: MemoryBudget, min_table_bytes: ByteCount | None, device: torch.device | str | None,
+    experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
     """Return a model, streamed from the checkpoint's own files.
 
     The first three arguments are what :func:`locate_weights` returns, the others as for :func:`from_pretrained`.
     """
-    own = weights_by_name(model)
-    on_demand = set() if experts == "streamed" else expert_weights(model)
-    if experts == "on-demand" and not on_demand:
-        whose = type(model).__name__
-        raise ValueError(f"{whose} has no experts that can be read on demand: leave experts= out, and its layers are streamed")
-    budget = budget_bytes(memory_budget, "memory_budget")
-    others: Mapping[str, Place] = {weight: place for weight, place in weights.items() if weight not in on_demand}
-    if experts is None and budget >= sum(own[weight].nbytes for weight in weights if weight in own):
-        on_demand, others = set(), weights
     with contextlib.ExitStack() as undo:
+        tables = undo.enter_context(OffloadedTables(model, located, versions, min_table_bytes, device, aio_config))
+        weights = {weight: place for weight, place in located.items() if weight not in tables.names}
+        own = weights_by_name(model)
+        on_demand = set() if experts == "streamed" else expert_weights(model)
+        if experts == "on-demand" and not on_demand:
+            text = "has no experts that can be read on demand: leave experts= out, and its layers are streamed"
+            raise ValueError(f"{type(model).__name__} {text}")
+        budget = budget_bytes(memory_budget, "memory_budget")
+        others: Mapping[str, Place] = {weight: place for weight, place in weights.items() if weight not in on_demand}
+        if experts is None and budget >= sum(own[weight].nbytes for weight in weights if weight in own):
+            on_demand, others = set(), weights
         offloaded = None
         if on_demand:
             first = min(budget, sum(own[weight].nbytes for weight in others if weight in own))
@@ -405,18 +412,11 @@ def _streamed_in_place(
             offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
             memory_budget = first
         store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
-        undo.callback(_end_stream_of, model)
-        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded)
+        undo.callback(end_stream_of, model)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
         undo.pop_all()
     return model
-
-
-def _end_stream_of(model: Any) -> None:
-    """End the stream of a model, if an interrupt came after the stream was made."""
-    streamed = streaming_of(model)
-    if streamed is not None:
-        streamed.close()
 
 
 def _made_on_meta(kind: Any, config: PretrainedConfig, options: Mapping[str, Any], dtype: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import UNBLOCKED_EXTENT
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
+from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.offloaded_experts import OffloadedExperts
 from .extent_cache import ExtentCache
@@ -26,11 +27,13 @@ from .module_weights import ModuleWeights
 from .resident_weights import residents
 from .stream_report import StreamReport
 from .streamed_forwards import StreamedForward, StreamedForwards
-from .weights.checkpoint_weights import CheckpointWeights
+from .table_weights import MIN_TABLE_BYTES, OffloadedTables
+from .weights.checkpoint_weights import CheckpointWeights, located_in
 from .weights.extent_store import ExtentStore
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
+    from deepnvme.tables.table import Table
 
 
 def stream(
@@ -39,6 +42,7 @@ def stream(
     *,
     prefetch: int = 2,
     memory_budget: MemoryBudget = 0,
+    min_table_bytes: ByteCount | None = MIN_TABLE_BYTES,
     device: torch.device | str | None = None,
     aio_config: AioConfig | None = None,
 ) -> Streaming:
@@ -70,6 +74,10 @@ def stream(
             are chosen so that a pass reads as little as possible. Or "8GB", "50%", "auto", see
             :data:`deepnvme.memory.MemoryBudget`: a share of host memory, or of the memory of the CUDA device on which the model
             computes. "auto" keeps no weights if that is too little for the smallest extent.
+        min_table_bytes: For a checkpoint: of an ``nn.Embedding`` (or a subclass) with at least so many bytes, only the rows are
+            read that ids look up, in each lookup; or a size such as "1GB". Beside the budget, such tables take up to 112 MiB of
+            memory together. An embedding whose weight another module has too, such as a tied output layer, or with
+            ``max_norm``, is streamed as a whole. None to stream all as a whole, as from a store.
         device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
         aio_config: Settings of the engine that reads a checkpoint; None for the profile of the drive, see
             :func:`deepnvme.engine_for`. A store has its own engine.
@@ -91,13 +99,15 @@ def stream(
             raise ValueError("aio_config is for a checkpoint: a store is opened with settings of its own")
         return Streaming(model, store, prefetch, memory_budget, device)
     check_not_streamed(model)
-    weights = CheckpointWeights.of(store, model, device, aio_config)
-    try:
-        return Streaming(model, weights, prefetch, memory_budget, device, owns_store=True)
-    except BaseException:
-        if streaming_of(model) is None:
-            weights.close()
-        raise
+    weights, versions = located_in(store, model)
+    with contextlib.ExitStack() as undo:
+        tables = undo.enter_context(OffloadedTables(model, weights, versions, min_table_bytes, device, aio_config))
+        streamed = {name: place for name, place in weights.items() if name not in tables.names}
+        files = undo.enter_context(contextlib.closing(CheckpointWeights(streamed, versions, model, device, aio_config)))
+        undo.callback(end_stream_of, model)
+        made = Streaming(model, files, prefetch, memory_budget, device, owns_store=True, tables=tables)
+        undo.pop_all()
+    return made
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
@@ -113,14 +123,22 @@ def check_not_streamed(model: nn.Module) -> None:
         raise RuntimeError(f"this {kind} is streamed already: close() that stream, deepnvme.streaming.streaming_of(model), first")
 
 
+def end_stream_of(model: nn.Module) -> None:
+    """Close the stream of a model, if there is one: an interrupt may come between the making of a stream and its return."""
+    streamed = streaming_of(model)
+    if streamed is not None:
+        streamed.close()
+
+
 class Streaming(contextlib.AbstractContextManager["Streaming"]):
     """A model's active weight stream: reports on it, and ends it. Made by :func:`stream`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
-    The arguments are those of :func:`stream`, and two for functions that open the store themselves and return only the
+    The arguments are those of :func:`stream`, and more for functions that open the store themselves and return only the
     model. ``owns_store``: whether :meth:`close` also closes the store. ``least_budget``: lower bound of the budget, in bytes.
-    ``experts``: the model's experts, if they are read on demand; :meth:`close` ends that too.
+    ``experts``: the model's experts, if they are read on demand. ``tables``: its embeddings that are read by rows. :meth:`close`
+    ends these too.
     """
 
     def __init__(
@@ -133,6 +151,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         owns_store: bool = False,
         least_budget: int = 0,
         experts: OffloadedExperts | None = None,
+        tables: OffloadedTables | None = None,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
         budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
@@ -143,6 +162,9 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._store = store
         self.experts = experts
         """The model's experts that are read on demand; None if there are none."""
+        self._tables = tables
+        self.tables: Mapping[str, Table] = {} if tables is None else dict(tables.tables)
+        """The model's embeddings that are read by rows, by the name of the weight. ``tables[name].stats()`` has the counters."""
         self._model, self._process = type(model).__name__, os.getpid()
         self._reader, slots_of = _on(device, store, prefetch)
         sizes = {name: self._reader.nbytes(name) for name in store.extents if name != UNBLOCKED_EXTENT}
@@ -182,6 +204,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
             self._reader.close()
             raise
         own.clear()
+        if tables is not None:
+            tables.keep()
         trim_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
         self._forwards.read_ahead()
 
@@ -229,10 +253,13 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 self.experts.close(restore)
             self._cache.expect(())
             memories = {name: self._read(name) for name in self._store.extents if restore and name != UNBLOCKED_EXTENT}
+            whole = self._tables.read_whole() if restore and self._tables is not None else None
             self._cache.drain()
             with defer_interrupts(), contextlib.ExitStack() as closing:
                 if self.owns_store:
                     closing.callback(self._store.close)
+                if self._tables is not None:
+                    closing.callback(self._tables.close, whole)
                 closing.callback(self._reader.close)
                 closing.callback(self._cache.close)
                 self._ended = True

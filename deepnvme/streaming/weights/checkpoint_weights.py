@@ -101,32 +101,6 @@ class CheckpointWeights(ExtentStore):
             raise
         super().__init__(extents, structure.needs(), structure.ties)
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: str | os.PathLike[str],
-        model: nn.Module,
-        device: torch.device | str | None = None,
-        aio_config: AioConfig | None = None,
-    ) -> CheckpointWeights:
-        """Find a model's weights in a checkpoint. Blocks while headers are read.
-
-        Args:
-            checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
-            model: As for the constructor.
-            device: As for the constructor.
-            aio_config: As for the constructor.
-
-        Raises:
-            Exception: Any error of the constructor and of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
-        """
-        versions: dict[str, Version] = {}
-        for path in files_of(checkpoint):
-            with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
-                versions[path] = file_version(path)
-        weights = with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=weights_by_name(model))
-        return cls(weights, versions, model, device, aio_config)
-
     @property
     def title(self) -> str:
         """What the weights are read from, for error messages."""
@@ -155,9 +129,9 @@ class CheckpointWeights(ExtentStore):
                 try:
                     started.start(self._files.read, run.path, run.offset, out[run.place : run.place + run.nbytes])
                 except OSError as error:
-                    self._check_unchanged([run.path], error)
+                    check_unchanged([run.path], self._versions, error)
                     raise
-        return _CheckedRead(started, self, list(dict.fromkeys(run.path for run in runs)))
+        return _CheckedRead(started, list(dict.fromkeys(run.path for run in runs)), self._versions)
 
     def verifies(self, extent: str) -> bool:
         """Return True: after each read, the versions of the extent's files are compared."""
@@ -179,22 +153,12 @@ class CheckpointWeights(ExtentStore):
             lambda: state_text(self._closed, self._process),
         )
 
-    def _check_unchanged(self, paths: Sequence[str], cause: BaseException | None = None) -> None:
-        """Raise CorruptCheckpoint if one of the files is no longer the one in which the weights were located.
-
-        Raises FileNotFoundError if a file is gone. ``cause`` becomes the cause of the error.
-        """
-        for path in paths:
-            if file_version(path) != self._versions[path]:
-                why = "it was changed while its weights were streamed: load the model again"
-                raise CorruptCheckpoint(path, why) from cause
-
 
 class _CheckedRead:
     """The reads of an extent's runs as one transfer, whose :meth:`exception` also finds out whether a file was changed."""
 
-    def __init__(self, reads: Transfers, store: CheckpointWeights, paths: Sequence[str]) -> None:
-        self._reads, self._store, self._paths = reads, store, paths
+    def __init__(self, reads: Transfers, paths: Sequence[str], versions: Mapping[str, Version]) -> None:
+        self._reads, self._paths, self._versions = reads, paths, versions
 
     def done(self) -> bool:
         """Return whether all reads have ended. Never blocks."""
@@ -204,10 +168,46 @@ class _CheckedRead:
         """Wait for all reads. Return the first error, or one that says that a file was changed; None if there is none."""
         error = self._reads.exception(timeout)
         try:
-            self._store._check_unchanged(self._paths, error)
+            check_unchanged(self._paths, self._versions, error)
         except OSError as changed:
             return changed
         return error
+
+
+def located_in(checkpoint: str | os.PathLike[str], model: nn.Module) -> tuple[dict[str, Place], dict[str, Version]]:
+    """Return where the weights of a checkpoint lie, by name, and the versions of its files. Blocks while headers are read.
+
+    Args:
+        checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+        model: The model that the weights are for.
+
+    Returns:
+        (weights, versions): the weights by name, and the version of each file, by path, from before its header was read.
+
+    Raises:
+        Exception: Any error of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+    """
+    versions: dict[str, Version] = {}
+    for path in files_of(checkpoint):
+        with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
+            versions[path] = file_version(path)
+    return with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=weights_by_name(model)), versions
+
+
+def check_unchanged(paths: Iterable[str], versions: Mapping[str, Version], cause: BaseException | None = None) -> None:
+    """Raise CorruptCheckpoint if one of the files is no longer the one in which the weights were located.
+
+    Args:
+        paths: Paths of the files.
+        versions: Their versions at that time, by path.
+        cause: Becomes the cause of the error.
+
+    Raises:
+        FileNotFoundError: If a file is gone.
+    """
+    for path in paths:
+        if file_version(path) != versions[path]:
+            raise CorruptCheckpoint(path, "it was changed while its weights were streamed: load the model again") from cause
 
 
 _SIZE = 2
