@@ -192,7 +192,8 @@ def _missing_elements(item: Any) -> int:
     """Return how many elements of a described item are in none of its chunks, provided that no chunks overlap."""
     if isinstance(item, torch_metadata.BytesStorageMetadata):
         return 0
-    return max(math.prod(item.size) - sum(math.prod(chunk.sizes) for chunk in item.chunks), 0)
+    missing: int = math.prod(item.size) - sum(math.prod(chunk.sizes) for chunk in item.chunks)
+    return max(missing, 0)
 
 
 def _check(path: Path, loaded: Any, whole: bool) -> None:
@@ -203,7 +204,7 @@ def _check(path: Path, loaded: Any, whole: bool) -> None:
         if not isinstance(key, str) or not _is_described(item):
             raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
         if whole and (missing := _missing_elements(item)):
-            raise CorruptCheckpoint(path, f"its chunks of item {key!r} lack {missing} of {math.prod(item.size)} elements")
+            raise CorruptCheckpoint(path, f"its chunks of item {key!r} lack {missing} of its elements")
     items = loaded.storage_data
     if not isinstance(items, dict):
         raise CorruptCheckpoint(path, "it does not say where the items are")

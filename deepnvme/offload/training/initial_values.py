@@ -342,7 +342,7 @@ def leave_on_meta(model: nn.Module) -> None:
     for module in model.modules():
         lost = replaced.intersection([*module._parameters.values(), *module._buffers.values()])
         if lost and _refuse_state_dict not in module._state_dict_pre_hooks.values():
-            module.register_state_dict_pre_hook(_refuse_state_dict)
+            module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
