@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.streaming import from_pretrained, offload_experts
 
 from ..support.engines import failing
@@ -150,6 +155,83 @@ def test_what_fails_in_the_middle_of_generate_is_told_and_the_next_call_works(ch
         with ctrl_c_in_a_wait_for("read"), pytest.raises(KeyboardInterrupt):
             tokens(model)
         assert torch.equal(tokens(model), expected)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter of low rank."""
+
+    def __init__(self, linear: torch.nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = linear
+        torch.manual_seed(4)
+        self.down, self.up = (torch.nn.Parameter(torch.randn(*shape) / 8) for shape in ((2, inputs), (outputs, 2)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(inputs) + (inputs @ self.down.T) @ self.up.T
+        return result
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_adapters_of_other_modules_are_trained_as_in_memory(checkpoints: dict[str, Path], implementation: str) -> None:
+    options = {"experts_implementation": implementation, "dtype": torch.float32}
+    weights = []
+    for budget in (None, 1 << 30 if implementation != "grouped_mm" else BUDGET):  # others keep weights until the backward
+        model = load(checkpoints["qwen3"], **options).requires_grad_(False)
+        experts = None if budget is None else offload_experts(model, checkpoints["qwen3"], memory_budget=budget)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, 64, 64)
+        adapters = [weight for weight in model.parameters() if weight.requires_grad]
+        assert len(adapters) == 2 * 3
+        optimizer = torch.optim.SGD(adapters, lr=0.1)
+        for _ in range(3):
+            model(**prompts(), labels=prompts()["input_ids"]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(adapters)
+        if experts is not None:
+            experts.close()
+    assert all(map(torch.equal, *weights))
+
+
+def test_two_models_on_one_folder_and_calls_in_threads(checkpoints: dict[str, Path]) -> None:
+    expected = tokens(load(checkpoints["olmoe"]))
+    first, second = (from_pretrained(checkpoints["olmoe"], memory_budget=BUDGET) for _ in range(2))
+    with first.streaming, second.streaming, ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(found, expected) for found in pool.map(tokens, [first, second, first, second]))
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """A mixture in several files, and its index."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(MIXTURES["olmoe"])
+    model.save_pretrained(folder, max_shard_size="100KB")
+    index: dict[str, Any] = json.loads((folder / "model.safetensors.index.json").read_text())
+    return index
+
+
+def test_an_index_that_lies_is_told(drive: Path) -> None:
+    index = sharded(drive)["weight_map"]
+    name = next(name for name in index if "experts.3.down_proj" in name)
+    other = next(file for file in index.values() if file != index[name])
+    model = load(drive)
+    text = json.dumps({"metadata": {}, "weight_map": {**index, name: other}})
+    (drive / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=re.escape(name)) as raised:
+        offload_experts(model, drive, memory_budget=BUDGET)
+    assert Path(str(raised.value.filename)).parent == drive
+
+
+@pytest.mark.parametrize("lost", ["all of it", "its end"])
+def test_a_shard_that_is_missing_or_cut_off_is_named(drive: Path, lost: str) -> None:
+    index = sharded(drive)["weight_map"]
+    model, shard = load(drive), drive / next(file for name, file in index.items() if "experts.3.down_proj" in name)
+    if lost == "all of it":
+        shard.unlink()
+    else:
+        os.truncate(shard, shard.stat().st_size - 100)
+    for call in (lambda: offload_experts(model, drive, memory_budget=BUDGET), lambda: from_pretrained(drive)):
+        with pytest.raises(OSError, match=re.escape(shard.name)):
+            call()
 
 
 def test_experts_that_transformers_would_rearrange_are_refused(checkpoints: dict[str, Path]) -> None:

@@ -41,6 +41,7 @@ class ExpertCache:
     def __init__(self, reader: ExpertReader, nbytes: int) -> None:
         # Slots of two sizes leave holes, which cost 1.5 points of the hit rate in a simulation. A BufferPool leaves none, but it
         # pinned new memory for two thirds of the reads.
+        self._reader = reader
         self._cache = _CacheByWorth(reader, PinnedSlots(nbytes), busy_bytes=_BUSY_BYTES)
         self._used: ExpertBlock | None = None
 
@@ -66,6 +67,8 @@ class ExpertCache:
             self._cache.acquire([block])
         except OSError as error:
             raise explain(error, block.part) from error
+        finally:
+            self._reader.record_ended()
         memory = block.memory.buffer
         if not block.moved:
             address = memory.data_ptr()

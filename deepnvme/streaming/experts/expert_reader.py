@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable
 
 import torch
@@ -46,6 +47,10 @@ class ExpertReader:
     def __init__(self, engine: Engine, parts: Iterable[ExpertSlice]) -> None:
         self.bytes_read = 0
         """Bytes of all reads started so far, with the pages around them."""
+        self.seconds_reading = 0.0
+        """Seconds with at least one read in flight, up to the last :meth:`record_ended`."""
+        self._in_flight: list[Transfer] = []
+        self._since = 0.0
         self._engine = engine
         paths = dict.fromkeys(path for part in parts for path, _, _ in (*part.ranges, *part.scale_ranges))
         self._versions = {path: file_version(path) for path in paths}
@@ -77,9 +82,21 @@ class ExpertReader:
             at += each.nbytes
         files, offsets, tensors = zip(*pieces, strict=True)
         self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+        self.record_ended()
         if len(tensors) == 1:
-            return self._engine.read(tensors[0], files[0], offsets[0])
-        return self._engine.read_many(tensors, files, offsets)
+            transfer: Transfer = self._engine.read(tensors[0], files[0], offsets[0])
+        else:
+            transfer = self._engine.read_many(tensors, files, offsets)
+        self._in_flight.append(transfer)
+        return transfer
+
+    def record_ended(self) -> None:
+        """Record which reads have ended. A read counts as in flight until a call of this method finds it done. Never blocks."""
+        now = time.perf_counter()
+        if self._in_flight:
+            self.seconds_reading += now - self._since
+            self._in_flight = [transfer for transfer in self._in_flight if not transfer.done()]
+        self._since = now
 
     def write(self, block: Block, buffer: torch.Tensor) -> Transfer:
         """Raise RuntimeError: experts are only read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deepnvme.telemetry.report_figures import ReportFigures
@@ -39,16 +39,28 @@ class ExpertsReport(ReportFigures):
     bytes_missed: int
     """Bytes of the experts' weights that were chosen while they were not in memory. The rest of ``bytes_read`` is pages around
     weights, and experts read ahead that an error then kept from being used."""
+    seconds: float
+    """Seconds from the first call of a layer to the end of the last."""
+    seconds_reading: float
+    """Seconds among them with at least one read in flight, whether or not a layer waited for it."""
     seconds_waited: float
     """Seconds that layers waited for their experts."""
     memory_budget: int
     """Most bytes of experts that are in memory."""
+    budget_for_90_percent: int
+    """Bytes of the experts with the most uses, as many as have had 90 % of all uses: what ``memory_budget`` would have to be for
+    experts, beside that for other weights, if tokens went on choosing like this."""
 
     @property
     def hit_rate(self) -> float:
         """Share of the experts used that were in memory when the layer was called; 0 if none was used."""
         chosen = sum(layer.chosen for layer in self.layers.values())
         return sum(layer.hits for layer in self.layers.values()) / chosen if chosen else 0.0
+
+    @property
+    def drive_share(self) -> float:
+        """Share of ``seconds`` in which the drive was reading. At 1, the drive is what limits the speed."""
+        return self.seconds_reading / self.seconds if self.seconds else 0.0
 
     @property
     def bytes_per_token(self) -> float:
@@ -59,5 +71,24 @@ class ExpertsReport(ReportFigures):
         chosen = sum(layer.chosen for layer in self.layers.values())
         return (
             f"{self.tokens} tokens used {chosen} experts, {self.hit_rate:.1%} of them in memory; read"
-            f" {self.bytes_read / 1e6:.1f} MB ({self.bytes_per_token / 1e6:.1f} MB a token); waited {self.seconds_waited:.3f} s"
+            f" {self.bytes_read / 1e6:.1f} MB ({self.bytes_per_token / 1e6:.1f} MB a token); waited {self.seconds_waited:.3f} s,"
+            f" and the drive was reading for {self.drive_share:.0%} of {self.seconds:.3f} s; 90 % would have been in memory with"
+            f" {self.budget_for_90_percent / 1e6:.1f} MB of experts instead of {self.memory_budget / 1e6:.1f} MB"
         )
+
+
+def most_used_bytes(experts: Iterable[tuple[int, int]], share: float) -> int:
+    """Return the bytes of as many experts, those with the most uses, as have had ``share`` of all uses.
+
+    Args:
+        experts: For each expert, the number of its uses and its bytes.
+        share: From 0 to 1.
+    """
+    most_used = sorted(experts, reverse=True)
+    left, total = share * sum(uses for uses, _ in most_used), 0
+    for uses, nbytes in most_used:
+        if left <= 0:
+            break
+        left -= uses
+        total += nbytes
+    return total

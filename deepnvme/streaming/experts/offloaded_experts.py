@@ -7,13 +7,16 @@ import functools
 import itertools
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from deepnvme._interrupts import defer_interrupts
+from deepnvme.cache.block import State
 from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -27,7 +30,7 @@ from .expert_cache import HALF_LIFE, ExpertCache, note_uses
 from .expert_files import Checkpoint, slices_in
 from .expert_layers import ExpertLayer, expert_layers
 from .expert_reader import ExpertBlock, ExpertReader
-from .experts_report import ExpertsReport, LayerUses
+from .experts_report import ExpertsReport, LayerUses, most_used_bytes
 from .unread_experts import UnreadExperts, UnreadWeight
 
 if TYPE_CHECKING:
@@ -58,8 +61,8 @@ def offload_experts(
 
     The model's results are bit-identical to those with all weights in memory, whichever of transformers' implementations of
     experts the model has: eager, grouped_mm or batched_mm. Calls from several threads take turns, layer by layer. Experts get no
-    gradients. Gradients flow to the inputs of packed experts that are computed one by one (eager), whose weights then stay in
-    memory until the backward; others raise RuntimeError in the backward.
+    gradients, but gradients flow to their inputs, so that adapters of other modules (LoRA) can be trained. With grouped_mm, the
+    backward reads the experts again; otherwise, weights that were used stay in memory until the backward.
 
     Args:
         model: A module on the CPU, a CUDA device or the meta device. The weights of its experts are released.
@@ -142,22 +145,34 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         Waits until a call of a layer in another thread has ended.
         """
         with self._lock:
+            uses = [
+                (count, sum(self._blocks[name][expert].nbytes for name in layer.weights))
+                for layer in self._layers
+                for expert, count in self._experts_used[layer.name].items()
+            ]
             return ExpertsReport(
-                layers={name: LayerUses(*uses) for name, uses in self._uses.items()},
+                layers={name: LayerUses(used.total(), self._hits[name]) for name, used in self._experts_used.items()},
                 tokens=max(self._tokens[name] - before for name, before in self._tokens_before.items()),
                 bytes_read=self._reader.bytes_read - self._read_before,
                 bytes_missed=self._missed,
+                seconds=self._seconds,
+                seconds_reading=self._reader.seconds_reading - self._reading_before,
                 seconds_waited=self._cache.seconds_waited - self._waited_before,
                 memory_budget=self._budget,
+                budget_for_90_percent=most_used_bytes(uses, 0.9),
             )
 
     def reset(self) -> None:
         """Set the report's counters to zero. Waits until a call of a layer in another thread has ended."""
         with self._lock:
-            self._uses = {layer.name: [0, 0] for layer in self._layers}
+            self._experts_used: dict[str, Counter[int]] = {layer.name: Counter() for layer in self._layers}
+            self._hits: Counter[str] = Counter()  # by layer
             self._missed = 0
+            self._first_call: float | None = None  # time.perf_counter() when a layer was first called
+            self._seconds = 0.0
             self._tokens_before = dict(self._tokens)
             self._read_before, self._waited_before = self._reader.bytes_read, self._cache.seconds_waited
+            self._reading_before = self._reader.seconds_reading
 
     def close(self, restore: bool = False) -> None:
         """End the offload: release the memory, close the files, and restore the modules' forwards. Idempotent.
@@ -199,7 +214,8 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
             device = self._device or (torch.device("cpu") if weight.is_meta else weight.device)
             info, read = WeightInfo.of(weight), functools.partial(self._read, layer, name)
             if layer.number is None:
-                layer.put(name, UnreadExperts.make(name, layer.name, info, device, read))
+                is_read = functools.partial(self._is_read, name)
+                layer.put(name, UnreadExperts.make(name, layer.name, info, device, read, is_read))
             else:
                 layer.put(name, UnreadWeight.make(name, layer.name, info, device, functools.partial(read, 0)))
         layer.wrap(ReplacedForward(self._called, layer.module.forward, functools.partial(self._run, layer)))
@@ -209,11 +225,14 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         with self._lock:
             if self._ended:
                 raise RuntimeError("the experts of this model are not read any more: their OffloadedExperts was closed")
+            if self._first_call is None:
+                self._first_call = time.perf_counter()
             try:
                 self._running = threading.get_ident()
                 return call()
             finally:
                 self._running = 0
+                self._seconds = time.perf_counter() - self._first_call
 
     def _run(self, layer: ExpertLayer, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of a layer, after starting to read the experts that its arguments choose."""
@@ -232,23 +251,28 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         """Count the uses of experts, and make the chosen ones more worth keeping."""
         self._tokens[layer.name] += tokens
         now = self._tokens[layer.name]
-        counts = self._uses[layer.name]
+        self._experts_used[layer.name].update(chosen.keys())
         for expert, uses in chosen.items():
             blocks = [self._blocks[name][expert] for name in layer.weights]
             missed = [block.part.info.nbytes for block in blocks if not block.in_memory]
-            counts[0] += 1
-            counts[1] += not missed
+            self._hits[layer.name] += not missed
             self._missed += sum(missed)
             note_uses(dict.fromkeys(blocks, uses * min(1, HALF_LIFE / max(tokens, 1))), now)  # a long prompt counts as its end
 
     def _read(self, layer: ExpertLayer, name: str, number: int) -> torch.Tensor:
-        """Return an expert's weight, within a call of its layer."""
-        if self._running != threading.get_ident():
+        """Return an expert's weight, within a call of its layer, or the backward of one."""
+        if self._running == threading.get_ident():
+            return self._cache.weight(self._blocks[name][number])
+        if torch._C._current_graph_task_id() < 0:  # no backward either
             raise RuntimeError(
                 f"{name!r} has experts that are read in the forward of {layer.name!r}: use them there, or close(restore=True) the"
                 " OffloadedExperts first"
             )
-        return self._cache.weight(self._blocks[name][number])
+        return cast(torch.Tensor, self._called(lambda: self._cache.weight(self._blocks[name][number])))
+
+    def _is_read(self, name: str, number: int) -> bool:
+        """Return whether an expert's weight is in memory."""
+        return self._blocks[name][number].state is State.CLEAN
 
     def _whole(self, layer: ExpertLayer, name: str) -> torch.Tensor:
         """Read a whole weight into new memory. Blocks."""

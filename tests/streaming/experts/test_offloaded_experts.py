@@ -19,6 +19,7 @@ from torch import nn
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.weight_locations import Location
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import OffloadedExperts, WeightStore, offload_experts, stream
 
 from ...support.engines import transfers_through
@@ -152,6 +153,27 @@ def test_experts_that_tokens_choose_often_stay_in_memory(packed: World) -> None:
         assert experts.report().layers["mixtures.0"].hits == 2
 
 
+def test_the_report_says_what_memory_would_do_and_how_busy_the_drive_is(packed: World) -> None:
+    layer = packed.offloaded.mixtures[0]
+    with packed.offload(4 * PART) as experts, torch.inference_mode():
+        assert (experts.report().drive_share, experts.report().budget_for_90_percent) == (0, 0)
+        for chosen, calls in (([0, 1], 9), ([6, 7], 1)):
+            for _ in range(calls):
+                layer(torch.randn(1, WIDTH), torch.tensor([chosen]))
+        report = experts.report()
+        assert report.budget_for_90_percent == 2 * 2 * PART  # of experts 0 and 1, with two weights each
+        assert 0 < report.seconds_waited <= report.seconds
+        assert 0 < report.drive_share <= 1
+        assert f"{4 * PART / 1e6:.1f} MB of experts instead of" in str(report)
+        experts.close(restore=True)
+    with packed.offload(1 << 30) as experts, torch.inference_mode():
+        layer(torch.randn(1, WIDTH), torch.tensor([[6, 7]]))
+        experts.reset()
+        layer(torch.randn(1, WIDTH), torch.tensor([[6, 7]]))
+        assert (experts.report().bytes_read, experts.report().drive_share) == (0, 0)
+        assert experts.report().seconds > 0
+
+
 def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
     with world.offload() as experts, WeightStore.build(world.offloaded, tmp_path / "store") as store:
         assert not any("down" in name or ".experts." in name for name in store.weights)
@@ -160,13 +182,13 @@ def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
         assert experts.report().bytes_read > 0
 
 
-def test_gradients_reach_the_inputs(packed: World) -> None:
+def test_gradients_reach_the_inputs(world: World) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(4, WIDTH)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
-    packed.memory.requires_grad_(False)
-    with packed.offload(1 << 30):
-        for model, each in zip((packed.memory, packed.offloaded), inputs, strict=True):
+    world.memory.requires_grad_(False)
+    with world.offload(1 << 30):
+        for model, each in zip((world.memory, world.offloaded), inputs, strict=True):
             model(each).square().sum().backward()
     assert torch.equal(*[each.grad for each in inputs])
 
@@ -303,6 +325,11 @@ def test_what_would_need_all_experts_is_refused(packed: World, use: Callable[[nn
         with pytest.raises(RuntimeError, match=text):
             use(packed.offloaded)
         packed.check()
+
+
+def test_a_training_that_reads_weights_itself_is_refused(world: World, tmp_path: Path) -> None:
+    with world.offload(), pytest.raises(ValueError, match=r"experts that are read on demand.*train adapters"):
+        OffloadedTraining(world.offloaded, torch.optim.AdamW, path=tmp_path)
 
 
 def test_experts_are_offloaded_once_and_not_used_after_the_end(packed: World) -> None:
