@@ -268,7 +268,8 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
                 f"{name!r} has experts that are read in the forward of {layer.name!r}: use them there, or close(restore=True) the"
                 " OffloadedExperts first"
             )
-        return cast(torch.Tensor, self._called(lambda: self._cache.weight(self._blocks[name][number])))
+        # A copy: as soon as the call has ended, a forward in another thread may read other experts into the same memory.
+        return cast(torch.Tensor, self._called(lambda: self._cache.weight(self._blocks[name][number]).clone()))
 
     def _is_read(self, name: str, number: int) -> bool:
         """Return whether an expert's weight is in memory."""
