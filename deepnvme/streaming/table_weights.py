@@ -35,7 +35,7 @@ from .weights.places import MergedWeight, Place
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
 
-MIN_TABLE_BYTES = 256 << 20
+MIN_TABLE_BYTES = 256_000_000
 """Default of ``min_table_bytes``. A smaller embedding is read in a few hundredths of a second, or fits into the budget."""
 
 
@@ -207,20 +207,21 @@ def _open(
 
 def _tables_in(model: nn.Module, weights: Mapping[str, Place], least: float) -> Iterator[_ModelTable]:
     """Yield the weights of a model that can be tables and have at least ``least`` bytes."""
-    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    users: dict[int, dict[str, nn.Embedding | None]] = {}  # by parameter and name: the embedding; None for another use of it
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.nbytes >= least:
-                users.setdefault(id(parameter), []).append((f"{path}.{key}" if path else key, module))
-    for several in users.values():
-        names = [name for name, _ in several]
-        modules = [module for _, module in several if isinstance(module, nn.Embedding) and module.max_norm is None]
-        place = next((weights[name] for name in names if name in weights), None)
-        if len(modules) == len(several) and place is not None:
-            weight = modules[0].weight
-            layout = _layout(place, WeightInfo.of(weight))
-            if layout is not None:
-                yield _ModelTable(names, modules, WeightInfo.of(weight), weight.requires_grad, layout)
+                looked_up = isinstance(module, nn.Embedding) and key == "weight" and module.max_norm is None
+                users.setdefault(id(parameter), {})[f"{path}.{key}" if path else key] = module if looked_up else None
+    for by_name in users.values():
+        modules = [module for module in by_name.values() if module is not None]
+        place = next((weights[name] for name in by_name if name in weights), None)
+        if place is None or len(modules) < len(by_name):
+            continue
+        info, requires_grad = WeightInfo.of(modules[0].weight), modules[0].weight.requires_grad
+        layout = _layout(place, info)
+        if layout is not None:
+            yield _ModelTable(list(by_name), modules, info, requires_grad, layout)
 
 
 def _layout(place: Place, wanted: WeightInfo) -> TableLayout | None:
