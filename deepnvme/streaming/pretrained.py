@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,7 @@ from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
 from .experts.offloaded_experts import offload_experts
+from .located_source import LocatedSource
 from .located_weights import locate_weights, with_dtypes_kept
 from .streamed_model import Streaming, end_stream_of, streaming_of
 from .table_weights import MIN_TABLE_BYTES, OffloadedTables
@@ -102,7 +103,7 @@ def from_pretrained(
     Args:
         name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
         path: One or several directories of the store, as for :class:`WeightStore`; None for no store. Needed for
-            quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
+            ``quantize``, and for weights that transformers rearranges while loading them, other than by stacking and
             concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         min_table_bytes: Without ``path``: least bytes of an embedding that is read by rows, or a size such as "1GB", as for
@@ -133,10 +134,11 @@ def from_pretrained(
         TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one; or if
             ``model_class`` is no class.
         ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
-            checkpoint is quantised, or if ``kv_offload`` is none of the above. Without ``path``: if something needs a store,
-            or the checkpoint lacks a weight of the model; the message names the weights. Or if ``experts`` is "on-demand", and
-            the model has no experts that can be read on demand.
-        CorruptCheckpoint: If a file of the checkpoint is damaged. Later, from the model: if a file was changed.
+            checkpoint is quantised other than to FP8, or if ``kv_offload`` is none of the above. Without ``path``: if something
+            needs a store, or the checkpoint lacks a weight of the model; the message names the weights. Or if ``experts`` is
+            "on-demand", and the model has no experts that can be read on demand.
+        CorruptCheckpoint: If a file of the checkpoint is damaged, or an FP8 weight has no scales that fit. Later, from the model:
+            if a file was changed.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
@@ -157,23 +159,27 @@ def from_pretrained(
     name = _checked_name(name_or_path, options)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
-    if path is None:
-        quantization = _without_quantization(config)
-        if quantization is not None:  # otherwise transformers makes modules of its own for it
-            options = {key: options[key] for key in options if key in (*_HUB, *_CHOOSING, *_LOADING)} | {"config": config}
+    quantization = _without_quantization(config)
+    if quantization is not None:  # otherwise transformers makes modules of its own for it
+        options = {key: options[key] for key in options if key in (*_HUB, *_CHOOSING, *_LOADING)} | {"config": config}
+    if path is None or quantization is not None:
         kind = _concrete(kind, config, options)
+    if path is None:
         located = locate_weights(kind, name, options, quantization)
         return _streamed_in_place(*located, prefetch, memory_budget, min_table_bytes, device, experts, aio_config)
-    _refuse_quantized(config, ())
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
     def build(directory: Path) -> WeightStore:
         """Build the store of the checkpoint, and open it."""
+        how: dict[str, Any] = {"quantize": quantize, "progress": progress, "aio_config": aio_config, "origin": json.dumps(origin)}
+        if quantization is not None:
+            model, weights, versions = locate_weights(kind, name, options, quantization)
+            with LocatedSource(CheckpointWeights(weights, versions, model, aio_config=aio_config)) as located:
+                return WeightStore.build(located, where, model=model, **how)
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
-            how: dict[str, Any] = {"quantize": quantize, "progress": progress, "aio_config": aio_config}
-            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
+            return WeightStore.build(source, where, model=model, **how)
 
     store = opened_or_built(where, origin, build, aio_config)
     model: PreTrainedModel | None = None
@@ -242,7 +248,10 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
     because = "neither it nor transformers has such an option, and"
     because += f" {type(config).__name__} has no such attribute that could be set here"
     refuse_options("from_pretrained", set(unused).difference(known), {**known, **option_names(from_pretrained)}, because)
-    _refuse_quantized(config, _FP8_METHODS)
+    quantization = _quantization(config)
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is not None and str(method) not in _FP8_METHODS:
+        raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one in FP8, or not quantised")
     return config
 
 
@@ -253,18 +262,6 @@ def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
         if found is not None:
             return found if isinstance(found, dict) else dict(found.to_dict())
     return None
-
-
-def _refuse_quantized(config: PretrainedConfig, methods: Sequence[str]) -> None:
-    """Raise ValueError if the checkpoint is quantised, unless it is by one of ``methods``."""
-    quantization = _quantization(config)
-    method = None if quantization is None else str(quantization.get("quant_method"))
-    if method in methods or quantization is None:
-        return
-    if method in _FP8_METHODS:
-        text = f"the checkpoint is quantised ({method}), and no store is built of such weights: leave out path="
-        raise ValueError(f"{text}, then FP8 weights are streamed from the checkpoint's files, and dequantised as they are read")
-    raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one in FP8, or not quantised")
 
 
 def _without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:

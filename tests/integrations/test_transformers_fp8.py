@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 import transformers
 
 from deepnvme.checkpoint import CorruptCheckpoint
+from deepnvme.drives.aio_config import AioConfig
 from deepnvme.streaming import from_pretrained, offload_experts
 from deepnvme.streaming.experts.expert_files import slices_in
 from deepnvme.streaming.experts.expert_reader import explain
 
+from ..support.engines import transfers_through
 from ..support.fp8 import to_fp8
 from . import models
 
@@ -132,9 +135,6 @@ def test_what_is_not_the_known_fp8_is_refused(drive: Path) -> None:
     (drive / "plain" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has no FP8 weights"):
         from_pretrained(drive / "plain")
-    with pytest.raises(ValueError, match="no store is built of such weights: leave out path="):
-        from_pretrained(drive / "checkpoint", path=drive / "store")
-    assert not (drive / "store").exists()
     config["quantization_config"]["quant_method"] = "gptq"
     (drive / "checkpoint" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantised \(gptq\), which is not streamed"):
@@ -166,6 +166,36 @@ def test_shards_and_options_of_the_configuration(drive: Path) -> None:
     assert len(model.model.layers) == 5
     assert getattr(model.config, "quantization_config", None) is None
     assert torch.equal(logits(model), logits(known))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_has_the_values(kind: str, drive: Path) -> None:
+    models.checkpoint(kind, drive / "checkpoint")
+    to_fp8(drive / "checkpoint")
+    known = by_transformers(drive / "checkpoint")
+    for _ in range(2):  # built, and opened
+        model = from_pretrained(drive / "checkpoint", path=drive / "store", kv_offload="nvme", aio_config=AioConfig())
+        assert type(model) is type(known)
+        assert torch.equal(logits(model), logits(known))
+        assert torch.equal(models.tokens(model), models.tokens(known))
+        model.streaming.close()
+    smaller = from_pretrained(drive / "checkpoint", path=drive / "int8", quantize="int8")
+    assert (logits(smaller) - logits(known)).abs().max() < 0.05 * logits(known).abs().max()
+
+
+def test_a_store_is_not_built_of_a_checkpoint_that_changes_or_cannot_be_read(drive: Path, faulty: Any) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    to_fp8(drive / "checkpoint")
+    broken = faulty("threads", error=errno.EIO, error_every=1)
+    with transfers_through(broken), pytest.raises(OSError, match="offset") as raised:
+        from_pretrained(drive / "checkpoint", path=drive / "store")
+    assert raised.value.errno == errno.EIO
+    file = drive / "checkpoint" / "model.safetensors"
+    with pytest.raises(CorruptCheckpoint, match="was changed") as changed:
+        from_pretrained(drive / "checkpoint", path=drive / "store", progress=lambda done, total: os.utime(file))
+    assert changed.value.filename == str(file)
+    changed_model = from_pretrained(drive / "checkpoint", path=drive / "store")
+    assert torch.equal(logits(changed_model), logits(by_transformers(drive / "checkpoint")))
 
 
 # -- experts on demand -------------------------------------------------------------------------------------------------
