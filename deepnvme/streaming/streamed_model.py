@@ -63,7 +63,7 @@ def stream(
             a .safetensors file, a .pt file that torch.save wrote of a state_dict, the index.json of several such files, or the
             directory that they are in. Nothing is written then. The files must not change until the stream ends: a read of a
             file that was changed raises CorruptCheckpoint. Floating-point weights of another dtype are converted to the
-            model's as they are read.
+            model's as they are read, FP8 weights with their scales.
         prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
             extents of the largest size; smaller extents are read further ahead into it.
         memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
@@ -83,7 +83,8 @@ def stream(
             extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
             the meta device; or if ``aio_config`` is given with a store.
         RuntimeError: If the model is streamed already.
-        CorruptCheckpoint: If the checkpoint is damaged, or lacks a tensor that its index lists.
+        CorruptCheckpoint: If the checkpoint is damaged, lacks a tensor that its index lists, or has FP8 weights without scales
+            that fit.
         OSError: If reading fails.
     """
     if isinstance(store, ExtentStore):
