@@ -53,9 +53,11 @@ def stream(
     ...     print(streaming.report())
 
     The model's results are bit-identical to those with all weights in memory: in its own forward, in ``generate``, and wherever
-    its blocks are called. The blocks are the modules for which the store was built; for a checkpoint, those that
-    :func:`deepnvme.model.structure.structure_of` finds. Outside the forward of its block, a weight is a placeholder with a shape
-    and a dtype but no data; an operation that needs the data raises RuntimeError.
+    its blocks are called. For a checkpoint, this is the model whose weights were loaded in place (safetensors' ``load_file`` with
+    ``load_state_dict(assign=True)``, transformers' ``from_pretrained``): in float32, weights elsewhere in memory may give other
+    last bits, because kernels depend on alignment. The blocks are the modules for which the store was built; for a checkpoint,
+    those that :func:`deepnvme.model.structure.structure_of` finds. Outside the forward of its block, a weight is a placeholder
+    with a shape and a dtype but no data; an operation that needs the data raises RuntimeError.
     Weights in no block are read before this function returns, and stay in memory.
 
     Gradients flow to the inputs; weights get none. Calls from several threads run one after the other. If a forward makes other
@@ -67,7 +69,7 @@ def stream(
             a .safetensors file, a .pt file that torch.save wrote of a state_dict, the index.json of several such files, or the
             directory that they are in. Nothing is written then. The files must not change until the stream ends: a read of a
             file that was changed raises CorruptCheckpoint. Floating-point weights of another dtype are converted to the
-            model's as they are read, FP8 weights with their scales.
+            model's as they are read, FP8 weights with their scales. Experts that :func:`offload_experts` reads are left out.
         prefetch: Number of extents (units of reading) that are read ahead, 0 or more. Memory is allocated for ``prefetch + 1``
             extents of the largest size; smaller extents are read further ahead into it.
         memory_budget: Bytes of weights, beside the memory for reading ahead, that stay in memory once they have been read. They
@@ -83,7 +85,8 @@ def stream(
             :func:`deepnvme.engine_for`. A store has its own engine.
 
     Returns:
-        The stream: a context manager that ends it, see :meth:`Streaming.close`.
+        The stream: a context manager that ends it, see :meth:`Streaming.close`. If an interrupt (Ctrl-C) comes after the model's
+        own weights were released, the stream stays open, and :func:`streaming_of` returns it.
 
     Raises:
         WeightMismatch: If model and store differ; the message names the differences.
@@ -102,12 +105,12 @@ def stream(
     check_not_streamed(model)
     weights, versions = located_in(store, model)
     with contextlib.ExitStack() as undo:
-        tables = undo.enter_context(OffloadedTables(model, weights, versions, min_table_bytes, device, aio_config))
+        tables = OffloadedTables(model, weights, versions, min_table_bytes, device, aio_config)
+        undo.callback(_close_unless_streamed, model, tables)
         streamed = {name: place for name, place in weights.items() if name not in tables.names}
-        files = undo.enter_context(contextlib.closing(CheckpointWeights(streamed, versions, model, device, aio_config)))
-        undo.callback(end_stream_of, model)
+        files = CheckpointWeights(streamed, versions, model, device, aio_config)
+        undo.callback(_close_unless_streamed, model, files)
         made = Streaming(model, files, prefetch, memory_budget, device, owns_store=True, tables=tables)
-        undo.pop_all()
     return made
 
 
@@ -122,6 +125,12 @@ def check_not_streamed(model: nn.Module) -> None:
     if streaming_of(model) is not None:
         kind = type(model).__name__
         raise RuntimeError(f"this {kind} is streamed already: close() that stream, deepnvme.streaming.streaming_of(model), first")
+
+
+def _close_unless_streamed(model: nn.Module, resource: OffloadedTables | CheckpointWeights) -> None:
+    """Close what the stream of a model would own, if there is no such stream: it failed, or was interrupted, before it began."""
+    if streaming_of(model) is None:
+        resource.close()
 
 
 def end_stream_of(model: nn.Module) -> None:
@@ -204,7 +213,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 among.update(tensors)
             self._reader.close()
             raise
-        own.clear()
+        own.clear()  # from here on, an interrupt leaves the stream open, for streaming_of to find
         if tables is not None:
             tables.keep()
         trim_heap()  # glibc keeps the holes that the weights leave when freed all at once (176 of 268 MB, measured)
@@ -250,7 +259,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         with self._forwards.lock:
             if self._ended:
                 return
-            if self.experts is not None:
+            if restore and self.experts is not None:
                 self.experts.close(restore)
             self._cache.expect(())
             memories = {name: self._read(name) for name in self._store.extents if restore and name != UNBLOCKED_EXTENT}
@@ -263,6 +272,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                     closing.callback(self._tables.close, whole)
                 closing.callback(self._reader.close)
                 closing.callback(self._cache.close)
+                if self.experts is not None:
+                    closing.callback(self.experts.close)
                 self._ended = True
                 self._forwards.unwrap()
                 for name in self._store.extents:

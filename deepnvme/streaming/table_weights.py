@@ -210,7 +210,7 @@ def _tables_in(model: nn.Module, weights: Mapping[str, Place], least: float) -> 
     users: dict[int, dict[str, nn.Embedding | None]] = {}  # by parameter and name: the embedding; None for another use of it
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.nbytes >= least:
+            if parameter is not None and parameter.nbytes >= max(least, 1):
                 looked_up = isinstance(module, nn.Embedding) and key == "weight" and module.max_norm is None
                 users.setdefault(id(parameter), {})[f"{path}.{key}" if path else key] = module if looked_up else None
     for by_name in users.values():

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.streaming import from_pretrained, offload_experts
+from deepnvme.streaming import WeightMismatch, from_pretrained, offload_experts, stream
+from deepnvme.streaming.extent_cache import ExtentCache
 
 from ..support.engines import failing
 from ..support.interrupts import ctrl_c_in_a_wait_for
@@ -125,6 +127,41 @@ def test_from_pretrained_reads_experts_on_demand_and_streams_the_rest(
         assert streaming.experts.report().bytes_read
         streaming.close(restore=True)
     assert torch.equal(tokens(model), tokens(memory))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt-oss"])
+def test_stream_reads_the_rest_where_the_files_have_the_experts_by_themselves_or_packed(
+    checkpoints: dict[str, Path], kind: str
+) -> None:
+    memory, model = load(checkpoints[kind]), load(checkpoints[kind])
+    with offload_experts(model, checkpoints[kind], memory_budget=BUDGET), stream(model, checkpoints[kind]):
+        assert torch.equal(tokens(model), tokens(memory))
+
+
+def test_stream_refuses_the_rest_where_transformers_renames_it(checkpoints: dict[str, Path]) -> None:
+    memory, model = load(checkpoints["mixtral"]), load(checkpoints["mixtral"])
+    with offload_experts(model, checkpoints["mixtral"], memory_budget=BUDGET):
+        with pytest.raises(WeightMismatch, match=r"renames them, use .*from_pretrained(.|\n)*block_sparse_moe"):
+            stream(model, checkpoints["mixtral"])
+        assert torch.equal(tokens(model), tokens(memory))
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_ctrl_c_while_the_stream_is_closed_leaves_a_model_that_works(
+    checkpoints: dict[str, Path], restore: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, model = tokens(load(checkpoints["olmoe"])), from_pretrained(checkpoints["olmoe"])
+    with monkeypatch.context() as patched:
+        patched.setattr(ExtentCache, "drain", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            model.streaming.close(restore)
+    assert torch.equal(tokens(model), expected)
+    model.streaming.close(restore)
+    if restore:
+        assert torch.equal(tokens(model), expected)
+    else:
+        with pytest.raises(RuntimeError, match=r"is streamed, and in memory only"):
+            tokens(model)
 
 
 def test_experts_are_streamed_with_their_layers_if_all_fit_or_if_asked(checkpoints: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -18,8 +19,10 @@ from torch import nn
 
 from deepnvme import Engine
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.streaming import WeightStore, stream, streaming_of
+from deepnvme.streaming import WeightStore, stream, streamed_model, streaming_of
 from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.streamed_forwards import StreamedForwards
+from deepnvme.streaming.weights import checkpoint_weights
 from deepnvme.tables import RowsUnreadable
 
 from ..support.engines import FailedTransfer
@@ -204,6 +207,33 @@ def test_a_file_that_changes_is_an_error_that_names_it(how: str, file: Path) -> 
                 pickle.loads(pickle.dumps(streaming.tables["first.weight"]))
 
 
+def test_an_index_that_changes_while_it_is_opened_is_an_error_that_names_the_new_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, index = file.with_name("other.safetensors"), file.with_name("model.safetensors.index.json")
+    shutil.copy(file, other)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(safetensors.torch.load_file(file), file.name)}))
+    weights_in = checkpoint_weights.weights_in
+
+    def changed(checkpoint: Any) -> Any:
+        index.write_text(index.read_text().replace(file.name, other.name))
+        return weights_in(checkpoint)
+
+    monkeypatch.setattr(checkpoint_weights, "weights_in", changed)
+    with pytest.raises(CorruptCheckpoint, match="changed while it was opened") as raised:
+        stream(model(), index, min_table_bytes=LEAST)
+    assert raised.value.filename == str(other)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, WIDTH), (10, 0)])
+def test_an_embedding_without_elements_is_no_table(rows: int, width: int, file: Path) -> None:
+    for count in (1, 2):
+        made = nn.ModuleList(nn.Embedding(size, width) for size in (rows, 10)[:count])
+        path = saved(file.with_name("empty.safetensors"), made)
+        with stream(made, path, min_table_bytes=0) as streaming:
+            assert list(streaming.tables) == (["1.weight"] if count == 2 and width else [])
+
+
 def test_a_model_that_cannot_be_streamed_keeps_its_weights(file: Path) -> None:
     made = model()
     made.extra = nn.Parameter(torch.ones(3))
@@ -215,6 +245,31 @@ def test_a_model_that_cannot_be_streamed_keeps_its_weights(file: Path) -> None:
         assert torch.equal(each(IDS), model()(IDS))
         assert not isinstance(each.first.weight, Placeholder)
         assert streaming_of(each) is None
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("least", [LEAST, None])
+def test_ctrl_c_in_stream_loses_no_weights(
+    least: int | None, released: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model's own weights are released, they come back. Afterwards the stream is found, and owns its files."""
+
+    after = [(streamed_model, "trim_heap"), (StreamedForwards, "read_ahead")]
+    for owner, name in after if released else [(StreamedForwards, "wrap")]:
+        streamed = model()
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                stream(streamed, file, min_table_bytes=least)
+        streaming = streaming_of(streamed)
+        assert (streaming is not None) == released
+        assert torch.equal(streamed(IDS), model()(IDS))
+        if streaming is not None:
+            assert len(streaming.tables) == (0 if least is None else len(TABLES))
+            streaming.close(restore=True)
+            assert torch.equal(streamed(IDS), model()(IDS))
+        assert not any(isinstance(weight, Placeholder) for weight in streamed.parameters())
+        assert not [each for each in Path("/proc/self/fd").iterdir() if each.exists() and each.samefile(file)]
 
 
 def test_close_waits_for_lookups_in_other_threads(file: Path) -> None:

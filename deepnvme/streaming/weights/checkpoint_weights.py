@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,6 +178,8 @@ class _CheckedRead:
 def located_in(checkpoint: str | os.PathLike[str], model: nn.Module) -> tuple[dict[str, Place], dict[str, Version]]:
     """Return where the weights of a checkpoint lie, by name, and the versions of its files. Blocks while headers are read.
 
+    Weights of experts that :func:`offload_experts` reads on demand are left out.
+
     Args:
         checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
         model: The model that the weights are for.
@@ -185,13 +188,44 @@ def located_in(checkpoint: str | os.PathLike[str], model: nn.Module) -> tuple[di
         (weights, versions): the weights by name, and the version of each file, by path, from before its header was read.
 
     Raises:
+        WeightMismatch: If experts of the model are read on demand, and the checkpoint has weights that the model does not have.
+        TypeError: If a weight of the checkpoint lies in no file as it is in memory.
+        CorruptCheckpoint: If the checkpoint was changed meanwhile.
         Exception: Any error of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
     """
     versions: dict[str, Version] = {}
     for path in files_of(checkpoint):
         with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
             versions[path] = file_version(path)
-    return with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=weights_by_name(model)), versions
+    own = weights_by_name(model)
+    weights = _without_experts(with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=own), model, own)
+    _check_located(weights, versions)
+    return weights, versions
+
+
+def _without_experts(weights: dict[str, Place], model: nn.Module, own: Container[str]) -> dict[str, Place]:
+    """Return the weights of a checkpoint other than those of experts that are read on demand.
+
+    Raises WeightMismatch if there are such experts, and weights that the model does not have.
+    """
+    parameters = (
+        (path, *each) for path, module in model.named_modules(remove_duplicate=False) for each in module._parameters.items()
+    )
+    experts = {f"{path}.{key}" for path, key, weight in parameters if hasattr(weight, "on_demand")}
+    modules = {name.rpartition(".")[0] for name in experts}
+
+    def is_expert(name: str) -> bool:
+        """Return whether a weight in the files is one of an experts' module, or that of one of its experts, by number."""
+        numbered = re.match(r"(.+)\.\d+\.", name)
+        return name in experts or (numbered is not None and numbered[1] in modules and name not in own)
+
+    others = {name: place for name, place in weights.items() if not is_expert(name)}
+    unexpected = [f"unexpected: {name!r}" for name in others if name not in own]
+    if experts and unexpected:
+        text = f"experts of this {type(model).__name__} are read on demand, and the checkpoint has weights under names that the"
+        text += " model does not have: if transformers renames them, use deepnvme.streaming.from_pretrained(experts='on-demand')"
+        raise WeightMismatch(text, unexpected)
+    return others
 
 
 def check_unchanged(paths: Iterable[str], versions: Mapping[str, Version], cause: BaseException | None = None) -> None:

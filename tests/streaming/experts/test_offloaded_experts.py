@@ -177,9 +177,12 @@ def test_the_report_says_what_memory_would_do_and_how_busy_the_drive_is(packed: 
 def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
     with world.offload() as experts, WeightStore.build(world.offloaded, tmp_path / "store") as store:
         assert not any("down" in name or ".experts." in name for name in store.weights)
-        with stream(world.offloaded, store):
-            world.check()
-        assert experts.report().bytes_read > 0
+        for source in (store, world.path):
+            experts.reset()
+            with stream(world.offloaded, source) as streaming:
+                world.check()
+                streaming.close(restore=True)
+            assert experts.report().bytes_missed > 0
 
 
 def test_gradients_reach_the_inputs(world: World) -> None:
