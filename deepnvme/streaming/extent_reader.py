@@ -12,6 +12,7 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Transfer
 from deepnvme.model.fp8 import ScaledMatrices, dequantize_matrices, distance_fp8
 from deepnvme.model.quantization import QuantizedLayout, dequantize
+from deepnvme.model.structure import UNBLOCKED_EXTENT
 
 from .weights.extent_store import ExtentStore
 from .weights.manifest import Extent, Weight, layout_extent
@@ -91,6 +92,16 @@ class ExtentReader:
                 stored.copy(memory[start:], ready.view(memory))
             else:
                 dequantize(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
+
+
+def memory_of_blocks(store: ExtentStore) -> int:
+    """Return the bytes of memory that all extents of blocks take together, as a memory budget counts them.
+
+    These are more bytes than the model's weights have: whole pages are read, and an extent keeps the memory that it is read
+    into, also if its weights are converted to a smaller dtype.
+    """
+    extents = [extent for name, extent in store.extents.items() if name != UNBLOCKED_EXTENT]
+    return sum(_start(extent, _dequantized(extent)) + extent.nbytes for extent in extents)
 
 
 def _scales(weight: Weight, memory: torch.Tensor) -> list[tuple[ScaledMatrices, torch.Tensor]]:

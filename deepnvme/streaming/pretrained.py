@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import json
 import logging
 import os
@@ -33,9 +34,10 @@ from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
 from .experts.offloaded_experts import offload_experts
+from .extent_reader import memory_of_blocks
 from .located_source import LocatedSource
 from .located_weights import locate_weights, with_dtypes_kept
-from .streamed_model import Streaming, end_stream_of, streaming_of
+from .streamed_model import Streaming, budget_on, check_no_table_bytes, end_stream_of, streaming_of
 from .table_weights import MIN_TABLE_BYTES, OffloadedTables
 from .weights.build_once import opened_or_built
 from .weights.checkpoint_weights import CheckpointWeights
@@ -107,7 +109,7 @@ def from_pretrained(
             concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
         min_table_bytes: Without ``path``: least bytes of an embedding that is read by rows, or a size such as "1GB", as for
-            :func:`stream`.
+            :func:`stream`. With ``path``, any other value than None and the default raises ValueError.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
@@ -115,7 +117,9 @@ def from_pretrained(
             device on which the model computes.
         experts: For a mixture without ``path``: "on-demand" reads the experts that the router has chosen, as
             :func:`offload_experts` does; "streamed" reads all experts with their layer. None reads them on demand if the
-            model's weights are more than ``memory_budget``. Other weights come first in the budget, experts get what is left.
+            model's weights, as they are in the files, are more than ``memory_budget``. Other weights come first in the budget,
+            experts get what is left of it. Experts stay in host memory, also if ``device`` is a CUDA device; then a share counts
+            that device's memory, and experts take at most the same share of host memory.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
         aio_config: Settings of the engine that reads the weights, builds a store, and serves a KV cache on the drive; None for
@@ -124,7 +128,8 @@ def from_pretrained(
 
     Returns:
         The model. Its attribute ``streaming`` is the :class:`Streaming`: ``streaming.report()`` gives the counters, and
-        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand.
+        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand,
+        ``streaming.tables`` the embeddings that are read by rows, by the name of the weight.
 
     Raises:
         FileNotFoundError: If ``name_or_path`` is a path that does not exist, or a folder without config.json. PathLikes, names
@@ -147,6 +152,8 @@ def from_pretrained(
     if path is None and (quantize or kv_offload):
         what = "quantize" if quantize else "kv_offload"
         raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
+    if path is not None:
+        check_no_table_bytes(min_table_bytes)
     if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
         raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
     for option in _REFUSED:
@@ -393,22 +400,26 @@ def _streamed_in_place(
     with contextlib.ExitStack() as undo:
         tables = undo.enter_context(OffloadedTables(model, located, versions, min_table_bytes, device, aio_config))
         weights = {weight: place for weight, place in located.items() if weight not in tables.names}
-        own = weights_by_name(model)
         on_demand = set() if experts == "streamed" else expert_weights(model)
         if experts == "on-demand" and not on_demand:
             text = "has no experts that can be read on demand: leave experts= out, and its layers are streamed"
             raise ValueError(f"{type(model).__name__} {text}")
-        budget = budget_bytes(memory_budget, "memory_budget")
-        others: Mapping[str, Place] = {weight: place for weight, place in weights.items() if weight not in on_demand}
-        if experts is None and budget >= sum(own[weight].nbytes for weight in weights if weight in own):
-            on_demand, others = set(), weights
+        budget = budget_on(torch.device(device or "cpu"), memory_budget)
+        opened = functools.partial(CheckpointWeights, versions=versions, model=model, device=device, aio_config=aio_config)
+        if on_demand and experts is None and budget:
+            with opened(weights) as store:
+                on_demand = on_demand if memory_of_blocks(store) > budget else set()
         offloaded = None
         if on_demand:
-            first = min(budget, sum(own[weight].nbytes for weight in others if weight in own))
             how: dict[str, Any] = {"device": device, "aio_config": aio_config}
-            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
+            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=0, **how))
+        others = {weight: place for weight, place in weights.items() if weight not in on_demand}
+        store = undo.enter_context(contextlib.closing(opened(others)))
+        if offloaded is not None:
+            first = min(budget, memory_of_blocks(store))
+            on_host = budget_bytes(memory_budget, "memory_budget")
+            offloaded.set_memory_budget(min(budget - first, on_host))
             memory_budget = first
-        store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
         undo.callback(end_stream_of, model)
         stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor

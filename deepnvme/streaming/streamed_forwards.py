@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from deepnvme.memory.pool import OutOfBuffers
 from .access_predictor import AccessPredictor
 from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
-from .replaced_forward import ReplacedForward
+from .placeholder import Placeholder
+from .replaced_forward import ReplacedForward, check_process
 from .stream_report import StreamReport
 from .weights.extent_store import ExtentStore
 
@@ -39,6 +41,7 @@ class StreamedForwards:
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self.lock = threading.Lock()
         """Held during a call of the model or of a block."""
+        self._process = os.getpid()
         self._owner = 0  # identifier of the thread that holds the lock for a call; 0 if none does
         self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
         self._in_use: dict[str, bool] = {}  # extents whose blocks are running -> whether ExtentCache.acquire was called for that
@@ -57,6 +60,7 @@ class StreamedForwards:
         calls: list[tuple[str, Callable[..., Any]]] = [
             (name, functools.partial(self._block, name, extents)) for name, extents in self._store.blocks.items()
         ]
+        model.__dict__["_apply"] = functools.partial(_apply_to_all, model)
         for name, call in [*calls, ("", self._root)]:
             module = model.get_submodule(name)
             self._wrapped.append((module, module.__dict__.get("forward")))
@@ -66,6 +70,7 @@ class StreamedForwards:
         """Restore the original forwards of all modules. Replaced forwards kept by callers raise RuntimeError. Idempotent."""
         self._ended = True
         for module, own in self._wrapped:
+            module.__dict__.pop("_apply", None)
             if own is not None:
                 module.forward = own
             elif "forward" in module.__dict__:
@@ -113,8 +118,10 @@ class StreamedForwards:
     def called(self, call: Callable[[], Any]) -> Any:
         """Run a forward with the lock held, after any repair that an interrupt made necessary, and count its time.
 
-        A forward inside another one of the same thread has the lock already. Raises RuntimeError if the stream is closed.
+        A forward inside another one of the same thread has the lock already. Raises RuntimeError if the stream is closed, or in
+        a forked child.
         """
+        check_process(self._process)  # before the lock, which another thread of the parent may have held
         if self._owner == threading.get_ident():
             return call()
         with self.lock:
@@ -232,6 +239,17 @@ class StreamedForward(ReplacedForward):
     def __init__(self, forwards: StreamedForwards, forward: Callable[..., Any], call: Callable[..., Any], streaming: Any) -> None:
         super().__init__(forwards.called, forward, call)
         self.streaming = streaming
+
+
+def _apply_to_all(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Take the place of the model's ``_apply``, which converts weights one by one, for ``model.to`` and others.
+
+    Raises RuntimeError before any weight is converted, if the data of weights that are not in memory would be needed.
+    """
+    for weight in model.parameters(recurse):
+        if isinstance(weight, Placeholder):
+            function(weight)
+    return type(model)._apply(model, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _remedy() -> str:

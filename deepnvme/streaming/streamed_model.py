@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.memory.host import trim_heap
 from deepnvme.memory.system_memory import available_memory
 from deepnvme.model.structure import UNBLOCKED_EXTENT
+from deepnvme.model.weight_differences import WeightMismatch
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 from deepnvme.telemetry.sizes import ByteCount
 
@@ -79,7 +81,8 @@ def stream(
         min_table_bytes: For a checkpoint: of an ``nn.Embedding`` (or a subclass) with at least so many bytes, only the rows are
             read that ids look up, in each lookup; or a size such as "1GB". Beside the budget, such tables take up to 112 MiB of
             memory together. An embedding whose weight another module has too, such as a tied output layer, or with
-            ``max_norm``, is streamed as a whole. None to stream all as a whole, as from a store.
+            ``max_norm``, is streamed as a whole. None to stream all as a whole, as from a store, with which any other value than
+            the default raises ValueError.
         device: Where the model computes; the CPU if None. Inputs have to be there. The model's buffers are moved there.
         aio_config: Settings of the engine that reads a checkpoint; None for the profile of the drive, see
             :func:`deepnvme.engine_for`. A store has its own engine.
@@ -92,7 +95,7 @@ def stream(
         WeightMismatch: If model and store differ; the message names the differences.
         ValueError: If ``prefetch`` or ``memory_budget`` is negative, ``memory_budget`` is not 0 and smaller than the smallest
             extent, ``device`` is neither a CPU nor a CUDA device, or a buffer that no store holds (a non-persistent one) is on
-            the meta device; or if ``aio_config`` is given with a store.
+            the meta device; or if ``aio_config`` or ``min_table_bytes`` is given with a store.
         RuntimeError: If the model is streamed already.
         CorruptCheckpoint: If the checkpoint is damaged, lacks a tensor that its index lists, or has FP8 weights without scales
             that fit.
@@ -101,6 +104,7 @@ def stream(
     if isinstance(store, ExtentStore):
         if aio_config is not None:
             raise ValueError("aio_config is for a checkpoint: a store is opened with settings of its own")
+        check_no_table_bytes(min_table_bytes)
         return Streaming(model, store, prefetch, memory_budget, device)
     check_not_streamed(model)
     weights, versions = located_in(store, model)
@@ -108,10 +112,31 @@ def stream(
         tables = OffloadedTables(model, weights, versions, min_table_bytes, device, aio_config)
         undo.callback(_close_unless_streamed, model, tables)
         streamed = {name: place for name, place in weights.items() if name not in tables.names}
-        files = CheckpointWeights(streamed, versions, model, device, aio_config)
+        with _hint_for_transformers(model):
+            files = CheckpointWeights(streamed, versions, model, device, aio_config)
         undo.callback(_close_unless_streamed, model, files)
         made = Streaming(model, files, prefetch, memory_budget, device, owns_store=True, tables=tables)
     return made
+
+
+def check_no_table_bytes(min_table_bytes: ByteCount | None) -> None:
+    """Raise ValueError if ``min_table_bytes`` is given with a store, from which embeddings are streamed as a whole."""
+    if min_table_bytes not in (None, MIN_TABLE_BYTES):
+        text = "min_table_bytes is for a checkpoint: a store has embeddings as a whole"
+        raise ValueError(f"{text}; leave it out, got {min_table_bytes!r}")
+
+
+@contextlib.contextmanager
+def _hint_for_transformers(model: nn.Module) -> Iterator[None]:
+    """Add to the text of a WeightMismatch what to call instead, if the model is one of transformers."""
+    try:
+        yield
+    except WeightMismatch as error:
+        transformers = sys.modules.get("transformers")
+        if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+            text = "transformers may rename or merge weights while it loads them"
+            error.args = (f"{error}\n{text}: deepnvme.streaming.from_pretrained(checkpoint) does so and streams the model",)
+        raise
 
 
 def streaming_of(model: nn.Module) -> Streaming | None:
@@ -164,7 +189,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         tables: OffloadedTables | None = None,
     ) -> None:
         device = torch.device("cpu" if device is None else device)
-        budget = budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
+        budget = budget_on(device, memory_budget)
         if prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {prefetch}")
         check_not_streamed(model)
@@ -183,9 +208,10 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         budget = max(budget, least_budget)
         smallest = min(sizes.values(), default=0)
         if 0 < budget < smallest:
+            left_out = "" if experts is None else " without the experts, which get memory only beyond that"
             raise ValueError(
                 f"memory_budget must hold an extent, the smallest of which has {smallest} bytes (the largest has"
-                f" {max(sizes.values())}, all {sum(sizes.values())}), or be 0; got {budget}"
+                f" {max(sizes.values())}, all {sum(sizes.values())}{left_out}), or be 0; got {budget}"
             )
         self._memory_budget = budget
         chosen = residents(sizes, budget)
@@ -252,7 +278,8 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 streamed.
 
         Raises:
-            RuntimeError: If called within a forward of the model.
+            RuntimeError: If called within a forward of the model; or with ``restore`` if the model's experts were closed
+                without it.
             OSError: If reading fails. The model is still streamed then.
         """
         self._forwards.check_not_in_forward("close()")
@@ -292,6 +319,11 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         if error is not None:
             raise error
         return memory
+
+
+def budget_on(device: torch.device, memory_budget: MemoryBudget) -> int:
+    """Return the bytes of a budget for weights on a device. A share refers to the memory that is available there."""
+    return budget_bytes(memory_budget, "memory_budget", functools.partial(_available_on, device))
 
 
 def _available_on(device: torch.device) -> int:

@@ -114,7 +114,7 @@ def test_logits_are_the_same_where_torch_has_no_grouped_mm_for_processors(checkp
         assert torch.equal(offloaded(**prompts()).logits, memory(**prompts()).logits)
 
 
-@pytest.mark.parametrize("budget", [0, 400_000])
+@pytest.mark.parametrize("budget", [0, BUDGET])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_from_pretrained_reads_experts_on_demand_and_streams_the_rest(
     checkpoints: dict[str, Path], kind: str, budget: int
@@ -171,6 +171,65 @@ def test_experts_are_streamed_with_their_layers_if_all_fit_or_if_asked(checkpoin
         with model.streaming as streaming:
             assert streaming.experts is None
             assert torch.equal(tokens(model), expected)
+
+
+def test_weights_that_stay_in_memory_count_as_they_are_in_the_files(checkpoints: dict[str, Path], drive: Path) -> None:
+    """They stay in float32, two times as many bytes as the model's weights have."""
+    load(checkpoints["olmoe"], dtype=torch.float32).save_pretrained(drive)
+    known = load(drive, dtype=torch.bfloat16)
+    nbytes = sum(weight.nbytes for weight in known.parameters())
+    for share, on_demand in ((1.05, True), (1.7, True), (3, False)):
+        model = from_pretrained(drive, dtype=torch.bfloat16, memory_budget=int(share * nbytes))
+        with model.streaming as streaming:
+            assert (streaming.experts is not None) == on_demand
+            assert torch.equal(tokens(model), tokens(known))
+            streaming.reset()
+            tokens(model)
+            assert streaming.report().bytes_read == 0
+
+
+def test_a_share_is_one_of_the_memory_where_the_model_computes(checkpoints: dict[str, Path]) -> None:
+    with (
+        mock.patch("torch.cuda.mem_get_info", return_value=(40_000, 80_000)),
+        mock.patch("deepnvme.streaming.pretrained.Streaming") as made,
+    ):
+        from_pretrained(checkpoints["olmoe"], memory_budget="50%", device="cuda")
+    (_, _, _, budget, _), options = made.call_args
+    assert budget == 20_000
+    options["experts"].close()
+
+
+def test_a_budget_that_holds_no_extent_is_refused_with_what_it_is_for(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=r"all \d+ without the experts, .* got 100"):
+        from_pretrained(checkpoints["olmoe"], memory_budget=100)
+
+
+def test_experts_that_were_closed_without_restore_cannot_be_restored_with_the_stream(checkpoints: dict[str, Path]) -> None:
+    model = from_pretrained(checkpoints["olmoe"])
+    model.streaming.experts.close()
+    with pytest.raises(RuntimeError, match="load the model again"):
+        model.streaming.close(restore=True)
+    model.streaming.close()
+
+
+def test_a_conversion_that_is_refused_has_converted_nothing(checkpoints: dict[str, Path]) -> None:
+    known, model = load(checkpoints["olmoe"]), from_pretrained(checkpoints["olmoe"], memory_budget=BUDGET)
+    with model.streaming as streaming:
+        expected = tokens(known)
+        for convert in (model.half, lambda: model.to(torch.float64), model.share_memory):
+            with pytest.raises(RuntimeError, match=r"what streams the model"):
+                convert()
+            assert torch.equal(tokens(model), expected)
+        assert model.to("cpu") is model
+        streaming.close(restore=True)
+    assert model.half().lm_head.weight.dtype == torch.float16
+
+
+def test_names_in_the_files_that_transformers_changes_are_told_with_what_does_so(checkpoints: dict[str, Path]) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(MIXTURES["olmoe"])
+    with pytest.raises(WeightMismatch, match=r"experts\.0(.|\n)*deepnvme\.streaming\.from_pretrained\(checkpoint\)"):
+        stream(model, checkpoints["olmoe"])
 
 
 def test_what_experts_on_demand_need_is_told(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -94,6 +94,13 @@ def test_what_has_to_be_written_needs_a_store(options: Any, drive: Path) -> None
         from_pretrained(drive / "checkpoint", **options)
 
 
+def test_a_store_has_no_tables_of_a_given_size(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(ValueError, match=r"min_table_bytes is for a checkpoint.* got '1KB'"):
+        from_pretrained(drive / "checkpoint", path=drive / "store", min_table_bytes="1KB")
+    assert not (drive / "store").exists()
+
+
 def test_weights_that_the_checkpoint_lacks_are_named_before_memory_is_taken_for_them(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
     with pytest.raises(ValueError, match=r"lacks weights of this LlamaForSequenceClassification: 'score\.weight'"):

@@ -129,9 +129,12 @@ def test_what_is_no_table_is_streamed_as_a_whole(file: Path) -> None:
 
 
 def test_a_store_has_no_tables(drive: Path) -> None:
-    with WeightStore.build(model(), drive / "store") as store, stream(made := model(), store, min_table_bytes=1) as streaming:
-        assert streaming.tables == {}
-        assert torch.equal(made(IDS), model()(IDS))
+    with WeightStore.build(model(), drive / "store") as store:
+        with pytest.raises(ValueError, match=r"min_table_bytes is for a checkpoint.* got 1$"):
+            stream(model(), store, min_table_bytes=1)
+        with stream(made := model(), store, min_table_bytes=None) as streaming:
+            assert streaming.tables == {}
+            assert torch.equal(made(IDS), model()(IDS))
 
 
 def test_a_weight_that_is_not_looked_up_names_what_to_do(file: Path) -> None:

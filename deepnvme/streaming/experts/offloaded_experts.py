@@ -22,8 +22,8 @@ from deepnvme.memory.alignment import padded
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.memory.host import trim_heap
 from deepnvme.model.weight_differences import WeightInfo
-from deepnvme.streaming.placeholder import Placeholder
-from deepnvme.streaming.replaced_forward import ReplacedForward
+from deepnvme.streaming.placeholder import RESTORE, Placeholder
+from deepnvme.streaming.replaced_forward import ReplacedForward, check_process
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 
 from .expert_cache import HALF_LIFE, ExpertCache, note_uses
@@ -114,15 +114,13 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         slices = slices_in(model, checkpoint, numbers)
         self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
-        largest, total = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks)
-        self._budget = min(max(budget, 2 * largest), total)
         paths = {each.path for block in blocks for each in (*block.part.ranges, *block.part.scale_ranges)}
         self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
         self._reader = ExpertReader(self._engine, [block.part for block in blocks])
-        self._cache = ExpertCache(self._reader, padded(self._budget))
+        self.set_memory_budget(budget)
         self._lock = threading.RLock()
         self._running = 0  # identifier of the thread in whose call of a layer experts are read; 0 if there is none
-        self._ended = False
+        self._ended = self._restored = False
         self._tokens: dict[str, int] = {layer.name: 0 for layer in self._layers}
         self.reset()
         self._requires_grad = {name for layer in self._layers for name, weight in layer.tensors() if weight.requires_grad}
@@ -174,6 +172,18 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
             self._read_before, self._waited_before = self._reader.bytes_read, self._cache.seconds_waited
             self._reading_before = self._reader.seconds_reading
 
+    def set_memory_budget(self, nbytes: int) -> None:
+        """Set the most bytes of experts in memory: at least two parts of experts, at most all.
+
+        Raises:
+            RuntimeError: If experts have been read already.
+        """
+        if self._reader.bytes_read:
+            raise RuntimeError("the memory budget of experts can only be set before experts are read")
+        sizes = [block.nbytes for blocks in self._blocks.values() for block in blocks]
+        self._budget = min(max(nbytes, 2 * max(sizes)), sum(sizes))
+        self._cache = ExpertCache(self._reader, padded(self._budget))
+
     def close(self, restore: bool = False) -> None:
         """End the offload: release the memory, close the files, and restore the modules' forwards. Idempotent.
 
@@ -185,20 +195,22 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
                 has to be large enough, and leaves the model as if its experts had never been offloaded.
 
         Raises:
-            RuntimeError: If called within a forward of a layer.
+            RuntimeError: If called within a forward of a layer; or with ``restore`` after a close without it.
             OSError: If reading fails.
         """
         if self._running == threading.get_ident():
             raise RuntimeError("close() within the forward of a layer: its experts are in use")
         with self._lock:
             if self._ended:
+                if restore and not self._restored:
+                    raise RuntimeError("the experts were closed without restore, and are no longer read: load the model again")
                 return
             whole = {name: self._whole(layer, name) for layer in self._layers for name in layer.weights} if restore else {}
             self._cache.close()
             with defer_interrupts(), contextlib.ExitStack() as closing:
                 closing.callback(self._engine.close)
                 closing.callback(self._reader.close)
-                self._ended = True
+                self._ended, self._restored = True, restore
                 for layer in self._layers:
                     layer.unwrap()
                     for name, weight in whole.items():
@@ -221,7 +233,8 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         layer.wrap(ReplacedForward(self._called, layer.module.forward, functools.partial(self._run, layer)))
 
     def _called(self, call: Callable[[], Any]) -> Any:
-        """Run the forward of a layer, one at a time. Raises RuntimeError if the offload has ended."""
+        """Run the forward of a layer, one at a time. Raises RuntimeError if the offload has ended, or in a forked child."""
+        check_process(self._process)
         with self._lock:
             if self._ended:
                 raise RuntimeError("the experts of this model are not read any more: their OffloadedExperts was closed")
@@ -265,8 +278,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
             return self._cache.weight(self._blocks[name][number])
         if torch._C._current_graph_task_id() < 0:  # no backward either
             raise RuntimeError(
-                f"{name!r} has experts that are read in the forward of {layer.name!r}: use them there, or close(restore=True) the"
-                " OffloadedExperts first"
+                f"{name!r} has experts that are read in the forward of {layer.name!r}: use them there, or {RESTORE}"
             )
         # A copy: as soon as the call has ended, a forward in another thread may read other experts into the same memory.
         return cast(torch.Tensor, self._called(lambda: self._cache.weight(self._blocks[name][number]).clone()))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from deepnvme.model.weight_differences import WeightInfo
-from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.placeholder import RESTORE, Placeholder
 
 Read = Callable[[int], torch.Tensor]
 """Returns the weight of an expert, by the expert's number. Blocks until it is in memory."""
@@ -76,8 +76,7 @@ class UnreadExperts(Placeholder):
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{what}: the experts in {self.weight!r} are read when they are chosen, during the forward of {self.block!r}, for"
-            " transformers' experts implementations eager, grouped_mm and batched_mm; for anything else, close(restore=True) the"
-            " OffloadedExperts first"
+            f" transformers' experts implementations eager, grouped_mm and batched_mm; for anything else, {RESTORE}"
         )
 
 

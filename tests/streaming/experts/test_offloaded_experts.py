@@ -335,6 +335,26 @@ def test_a_training_that_reads_weights_itself_is_refused(world: World, tmp_path:
         OffloadedTraining(world.offloaded, torch.optim.AdamW, path=tmp_path)
 
 
+def test_experts_that_were_closed_without_restore_cannot_be_restored(packed: World) -> None:
+    experts = packed.offload()
+    experts.close()
+    experts.close()
+    with pytest.raises(RuntimeError, match="load the model again"):
+        experts.close(restore=True)
+
+
+def test_the_budget_is_set_before_experts_are_read(packed: World) -> None:
+    with packed.offload(0) as experts:
+        experts.set_memory_budget(1 << 30)
+        packed.check()
+        experts.reset()
+        packed.check()
+        assert experts.report().bytes_read == 0
+        with pytest.raises(RuntimeError, match="before experts are read"):
+            experts.set_memory_budget(0)
+        packed.check()
+
+
 def test_experts_are_offloaded_once_and_not_used_after_the_end(packed: World) -> None:
     with packed.offload(), pytest.raises(RuntimeError, match="offloaded already"):
         packed.offload()
