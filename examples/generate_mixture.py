@@ -107,6 +107,8 @@ def generate(model: transformers.PreTrainedModel, name: str, given: argparse.Nam
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(given.checkpoint)
         prompt = tokenizer(given.prompt, return_tensors="pt")["input_ids"]
+        if not prompt.numel():  # transformers makes an empty tokenizer if there are no files of one
+            sys.exit(f"the tokenizer of '{given.checkpoint}' makes no tokens of {given.prompt!r}: does tokenizer.json lie there?")
     with Progress(*columns, console=Console(stderr=True)) as progress:
         clock = Clock(streaming, progress, given.tokens, name)
         torch.manual_seed(0)

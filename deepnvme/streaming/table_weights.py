@@ -18,19 +18,23 @@ import torch
 from torch import nn
 
 from deepnvme.checkpoint.file_io import Version
-from deepnvme.checkpoint.weight_locations import Location
+from deepnvme.checkpoint.weight_locations import Location, OpenFiles
+from deepnvme.drives.profiles import engine_for
+from deepnvme.memory.host import empty_aligned
+from deepnvme.model.fp8 import float32_scales
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.tables.layout import TableLayout
 from deepnvme.tables.mapped_tensors import parts_of
 from deepnvme.tables.opening import ranges_layout
 from deepnvme.tables.reading import DEFAULT_STAGING_BYTES
+from deepnvme.tables.row_scales import RowScales
 from deepnvme.tables.session import TableSession
 from deepnvme.tables.table import DEFAULT_MEMORY_BUDGET, Table
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .placeholder import Placeholder
 from .weights.checkpoint_weights import check_unchanged
-from .weights.places import MergedWeight, Place
+from .weights.places import MergedWeight, Place, ScaledWeight, paths_of
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
@@ -73,13 +77,15 @@ class _ModelTable:
     """Dtype and shape of the weight in the model."""
     requires_grad: bool
     """Whether the model's own parameter requires grad."""
+    place: Place
+    """Where the weight lies, with the scales of FP8 values."""
     layout: TableLayout
     """Where the rows are in files, and their dtype there."""
 
     @functools.cached_property
-    def paths(self) -> list[str]:
-        """The files of the rows."""
-        return list(dict.fromkeys(map(str, self.layout.files)))
+    def paths(self) -> set[str]:
+        """The files of the rows, and of their scales."""
+        return paths_of(self.place)
 
     def put(self, weight: torch.Tensor) -> None:
         """Put a parameter, or a placeholder for it, into the modules."""
@@ -91,7 +97,8 @@ class OffloadedTables(contextlib.AbstractContextManager["OffloadedTables"]):
     """The large embeddings of a model, whose rows are read in place in checkpoint files. Thread-safe.
 
     An embedding becomes a table if its weight lies in the files row after row, in one range or in several, and if all modules
-    that have the weight are embeddings, without ``max_norm``.
+    that have the weight are embeddings, without ``max_norm``. Rows in FP8 are dequantised as they are read, with scales that
+    stay in memory.
 
     Args:
         model: The model, whose weights are replaced. It may be on the meta device.
@@ -131,7 +138,8 @@ class OffloadedTables(contextlib.AbstractContextManager["OffloadedTables"]):
             for each in self._found:
                 memory = DEFAULT_MEMORY_BUDGET * each.info.nbytes // whole
                 staging = DEFAULT_STAGING_BYTES // len(self._found)
-                self.tables[each.names[0]] = _open(each.layout, self._versions, memory, staging, aio_config)
+                where = each.layout, each.place, each.info.dtype, self._versions
+                self.tables[each.names[0]] = _open(*where, memory, staging, aio_config)
             for each in self._found:
                 weight = TableWeight(each.names[0], each.names[0].rpartition(".")[0], each.info, self._device)
                 weight.look_up = functools.partial(self._rows, each)
@@ -192,17 +200,57 @@ class OffloadedTables(contextlib.AbstractContextManager["OffloadedTables"]):
 
 
 def _open(
-    layout: TableLayout, versions: Mapping[str, Version], memory_budget: int, staging_bytes: int, aio_config: AioConfig | None
+    layout: TableLayout,
+    place: Place,
+    dtype: torch.dtype,
+    versions: Mapping[str, Version],
+    memory_budget: int,
+    staging_bytes: int,
+    aio_config: AioConfig | None,
 ) -> Table:
-    """Open a table in checkpoint files. Raises CorruptCheckpoint if one of them was changed since ``versions``."""
-    reopen = functools.partial(_open, layout, versions, memory_budget, staging_bytes, aio_config)
-    table = Table(TableSession(layout, [], False, memory_budget, staging_bytes, aio_config), reopen)
+    """Open a table in checkpoint files. Blocks while scales are read.
+
+    Args:
+        layout: Where the rows are.
+        place: The weight that the rows are.
+        dtype: Dtype to which rows in FP8 are dequantised.
+        versions: As for :class:`OffloadedTables`.
+        memory_budget: Bytes of memory for rows.
+        staging_bytes: Bytes of pinned memory through which rows are read.
+        aio_config: Settings of the engine; None for the profile of the drive.
+
+    Raises:
+        CorruptCheckpoint: If a file was changed since ``versions``.
+        OSError: If a file cannot be opened, or scales cannot be read.
+    """
+    reopen = functools.partial(_open, layout, place, dtype, versions, memory_budget, staging_bytes, aio_config)
+    scales = _read_scales(place, dtype, aio_config) if isinstance(place, ScaledWeight) else None
+    table = Table(TableSession(layout, [], False, memory_budget, staging_bytes, aio_config), reopen, scales)
     try:
-        check_unchanged(map(str, layout.files), versions)
+        check_unchanged(paths_of(place), versions)
     except BaseException:
         table.close()
         raise
     return table
+
+
+def _read_scales(weight: ScaledWeight, dtype: torch.dtype, aio_config: AioConfig | None) -> RowScales:
+    """Read the scales of a weight for which :func:`_have_one_grid` is true. Blocks. Raises OSError if reading fails."""
+    grids = []
+    engine = engine_for({part.scales.path for part in weight.parts}, aio_config)
+    with engine, contextlib.closing(OpenFiles(engine)) as files:
+        for matrices, (path, offset, info, _) in weight.parts:
+            memory = empty_aligned(info.nbytes)
+            files.read(path, offset, memory).result()
+            grids.append(float32_scales(memory.view(info.dtype)).view(matrices.grid[1:]))
+    return RowScales(torch.cat(grids), dtype, block=weight.parts[0].matrices.block)
+
+
+def _have_one_grid(weight: ScaledWeight) -> bool:
+    """Return whether the scales of a weight's parts, one below the other, are the scales of the weight."""
+    block = weight.parts[0].matrices.block
+    whole_blocks = all(part.matrices.rows % block[0] == 0 for part in weight.parts[:-1])
+    return whole_blocks and all(part.matrices.block == block for part in weight.parts)
 
 
 def _tables_in(model: nn.Module, weights: Mapping[str, Place], least: float) -> Iterator[_ModelTable]:
@@ -221,11 +269,13 @@ def _tables_in(model: nn.Module, weights: Mapping[str, Place], least: float) -> 
         info, requires_grad = WeightInfo.of(modules[0].weight), modules[0].weight.requires_grad
         layout = _layout(place, info)
         if layout is not None:
-            yield _ModelTable(list(by_name), modules, info, requires_grad, layout)
+            yield _ModelTable(list(by_name), modules, info, requires_grad, place, layout)
 
 
 def _layout(place: Place, wanted: WeightInfo) -> TableLayout | None:
     """Return the layout of a weight's rows in files; None if rows do not lie there one after the other, in a form to be read."""
+    if isinstance(place, ScaledWeight):
+        return _layout(place.codes, wanted) if _have_one_grid(place) else None
     if isinstance(place, MergedWeight):
         ranges = [(piece.path, piece.offset, piece.nbytes) for piece in place.pieces]
     elif isinstance(place, Location) and place.elements is None:

@@ -165,6 +165,18 @@ def test_a_mixture_of_the_users_generates_from_a_prompt_and_without_matplotlib_t
     assert not plot.exists()
 
 
+def test_a_mixture_without_a_tokenizer_is_told_in_a_sentence(drive: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+    config = transformers.OlmoeConfig(num_experts=8, num_experts_per_tok=2, eos_token_id=None, **sizes)
+    transformers.OlmoeForCausalLM(config).save_pretrained(drive / "mixture")
+    command = [sys.executable, EXAMPLES / "generate_mixture.py", drive / "mixture", "--prompt", "once upon"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "makes no tokens of 'once upon': does tokenizer.json lie there?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_without_transformers_the_examples_have_their_help_and_say_what_to_install(drive: Path) -> None:
     told = [(["--help"], 0, "Generate text with a "), (["--dir", str(drive)], 1, "pip install 'deepnvme[transformers]'")]
     for name, (more, code, said) in itertools.product(("generate_streamed.py", "generate_mixture.py"), told):

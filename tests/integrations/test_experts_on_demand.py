@@ -164,6 +164,16 @@ def test_ctrl_c_while_the_stream_is_closed_leaves_a_model_that_works(
             tokens(model)
 
 
+def test_static_caches_and_assisted_generation(checkpoints: dict[str, Path]) -> None:
+    memory, assistant = (load(checkpoints["qwen3"]) for _ in range(2))
+    model = from_pretrained(checkpoints["qwen3"], memory_budget=BUDGET)
+    with model.streaming as streaming:
+        assert streaming.experts is not None
+        for options in ({"cache_implementation": "static", "disable_compile": True}, {"assistant_model": assistant}):
+            how = {**prompts(rows=1), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
+            assert torch.equal(model.generate(**how), memory.generate(**how))
+
+
 def test_experts_are_streamed_with_their_layers_if_all_fit_or_if_asked(checkpoints: dict[str, Path]) -> None:
     expected = tokens(load(checkpoints["qwen3"]))
     for options in ({"memory_budget": "1GB"}, {"experts": "streamed"}):

@@ -11,7 +11,7 @@ import torch
 
 from deepnvme.streaming import from_pretrained
 
-from .models import LLAMA_SIZES, SIZES, prompts, tokens, transformers
+from .models import LLAMA_SIZES, prompts, qwen4_exp, tokens, transformers
 
 Kind = tuple[Callable[[], transformers.PretrainedConfig], list[str]]
 LEAST = 16 << 10
@@ -37,19 +37,6 @@ MODELS: dict[str, Kind] = {
         ["model.embed_tokens_per_layer.weight"],
     ),
 }  # fmt: skip
-
-
-def qwen4_exp(**more: Any) -> transformers.PretrainedConfig:
-    """A mixture in which two layers have tables of n-grams, each of which is several tensors in the files."""
-    small: dict[str, Any] = {
-        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4,
-        "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
-        "indexer_budget": 64, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "heads_per_ngram": 4,
-        "ngram_vocab_size_base": 500, "split_ngram_parts": 16, "make_ngram_vocab_size_divisible_by": 16, "eos_token_id": 2,
-    }  # fmt: skip
-    return transformers.Qwen4ExpTextConfig(**{**small, **SIZES, **more})
 
 
 if hasattr(transformers, "Qwen4ExpTextConfig"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import torch
 import transformers
 
 from deepnvme.checkpoint import CorruptCheckpoint
+from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.drives.aio_config import AioConfig
-from deepnvme.streaming import from_pretrained, offload_experts
+from deepnvme.streaming import from_pretrained, offload_experts, stream
 from deepnvme.streaming.experts.expert_files import slices_in
 from deepnvme.streaming.experts.expert_reader import explain
 
-from ..support.engines import transfers_through
-from ..support.fp8 import to_fp8
+from ..support.engines import failing, transfers_through
+from ..support.fp8 import dequantized, to_fp8
 from . import models
 
 KINDS = ["llama", "llama-tied", "mixtral", "deepseek"]
@@ -196,6 +198,87 @@ def test_a_store_is_not_built_of_a_checkpoint_that_changes_or_cannot_be_read(dri
     assert changed.value.filename == str(file)
     changed_model = from_pretrained(drive / "checkpoint", path=drive / "store")
     assert torch.equal(logits(changed_model), logits(by_transformers(drive / "checkpoint")))
+
+
+# -- embeddings that are read by rows ----------------------------------------------------------------------------------
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_an_embedding_in_fp8_have_the_bits_of_transformers(dtype: torch.dtype, drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    to_fp8(drive / "checkpoint", chosen=lambda name, _: name == EMBEDDING)
+    known = by_transformers(drive / "checkpoint", dtype=dtype)
+    model = from_pretrained(drive / "checkpoint", dtype=dtype, min_table_bytes=1000)
+    assert list(model.streaming.tables) == [EMBEDDING]
+    table = model.streaming.tables[EMBEDDING]
+    assert torch.equal(logits(model), logits(known))
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    assert 0 < table.stats().rows_read < 100
+    assert table.nbytes == 320 * 64
+    with pickle.loads(pickle.dumps(table)) as again:
+        assert torch.equal(again.read(torch.arange(320)), known.model.embed_tokens.weight)
+    model.streaming.close(restore=True)
+    assert torch.equal(model.model.embed_tokens.weight, known.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("exponents", [False, True])
+@pytest.mark.parametrize("block", [(128, 128), (48, 40), (1, 32), (1, 10_000), (10_000, 10_000)])
+def test_rows_with_scales_for_blocks_for_rows_or_for_all(block: tuple[int, int], exponents: bool, drive: Path) -> None:
+    made = models.checkpoint("llama", drive / "checkpoint")
+    values = to_fp8(drive / "checkpoint", block, chosen=lambda name, _: name == EMBEDDING)[EMBEDDING]
+    if exponents:
+        state = safetensors.torch.load_file(drive / "checkpoint" / "model.safetensors")
+        powers = state[EMBEDDING + "_scale_inv"].log2().round()
+        changed(drive / "checkpoint", **{EMBEDDING + "_scale_inv": powers.add(127).to(torch.uint8)})
+        values = dequantized(state[EMBEDDING], powers.exp2(), block, torch.bfloat16)
+    with torch.device("meta"):
+        model = type(made)(made.config)
+    model.model.rotary_emb = made.model.rotary_emb
+    with stream(model, drive / "checkpoint", min_table_bytes=1000) as streaming:
+        assert list(streaming.tables) == [EMBEDDING]
+        ids = torch.randint(320, (40, 10))
+        assert torch.equal(model.model.embed_tokens(ids), values[ids])
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpTextConfig"), reason="this transformers has no qwen4_exp")
+@pytest.mark.parametrize(("block", "tables"), [((1, 32), 2), ((10_000, 10_000), 2), ((3, 32), 0)])
+def test_tables_of_several_tensors_in_fp8(block: tuple[int, int], tables: int, drive: Path) -> None:
+    """Where a block would span two of the tensors, the scales are no grid of the whole table, which is streamed as a whole."""
+    torch.manual_seed(3)
+    made = transformers.AutoModelForCausalLM.from_config(models.qwen4_exp())
+    made.save_pretrained(drive / "checkpoint")
+    shutil.copytree(drive / "checkpoint", drive / "values")
+    values = to_fp8(drive / "checkpoint", block, chosen=lambda name, _: "ngram_embedding" in name)
+    safetensors.torch.save_file(values, drive / "values" / "model.safetensors", {"format": "pt"})
+    known = type(made).from_pretrained(drive / "values")
+    model = from_pretrained(drive / "checkpoint", min_table_bytes=1000, experts="streamed")
+    assert sum("ngram" in name for name in model.streaming.tables) == tables
+    assert torch.equal(logits(model), logits(known))
+
+
+def test_scales_of_rows_that_cannot_be_read_or_are_changed_are_named(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    to_fp8(drive / "checkpoint", chosen=lambda name, _: name == EMBEDDING)
+    file = drive / "checkpoint" / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    scales = {EMBEDDING + "_scale_inv": state.pop(EMBEDDING + "_scale_inv")}
+    safetensors.torch.save_file(scales, drive / "checkpoint" / "scales.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(state, file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, file.name) | dict.fromkeys(scales, "scales.safetensors")}
+    (drive / "checkpoint" / "model.safetensors.index.json").write_text(json.dumps(index))
+    where = weights_in(drive / "checkpoint")[EMBEDDING + "_scale_inv"]
+    assert isinstance(where, Location)
+    with failing("read", 1), pytest.raises(OSError, match=f"offset {where.offset}") as raised:
+        from_pretrained(drive / "checkpoint", min_table_bytes=1000)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, where.path)
+    model = from_pretrained(drive / "checkpoint", min_table_bytes=1000)
+    os.utime(where.path)
+    with pytest.raises(CorruptCheckpoint, match="was changed") as changed_scales:
+        model.model.embed_tokens(torch.tensor([3]))
+    assert changed_scales.value.filename == where.path
 
 
 # -- experts on demand -------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from deepnvme import Engine
-from deepnvme.tables import RowsUnreadable, Table, open_ngram_tables
+from deepnvme.tables import RowScales, RowsUnreadable, Table, open_ngram_tables
+
+from ..support.fp8 import dequantized, quantized
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -64,6 +66,21 @@ def test_a_table_in_several_shards_is_one(sharded: tuple[Path, dict[str, torch.T
             assert torch.equal(copy.read(torch.arange(81)), whole["ngram.weight"])
     with opened(path / "model.safetensors.index.json", "bi.*") as tables:
         assert list(tables) == ["bigram.weight"]
+
+
+def test_shards_in_fp8_are_dequantised_with_the_scales_of_all_rows(drive: Path) -> None:
+    codes, scales = quantized(torch.randn(60, 40), (16, 32))
+    shards = {f"ngram.shard_{number}.weight": codes[20 * number : 20 * number + 20] for number in range(3)}
+    save_file({**shards, "other": codes.clone()}, drive / "fp8.safetensors")
+    given = RowScales(scales, torch.float32, block=(16, 32))
+    with opened(drive / "fp8.safetensors", scales={"ngram.weight": given}) as tables:
+        values = dequantized(codes, scales, (16, 32), torch.float32)
+        for table in (tables["ngram.weight"], pickle.loads(pickle.dumps(tables["ngram.weight"]))):
+            assert torch.equal(table.read(torch.arange(60)), values)
+        assert tables["other"].dtype == torch.float8_e4m3fn
+    for wrong, text in (({"ngram": given}, "scales for 'ngram', and no table"), ({"other": RowScales(scales[:2])}, "of shape")):
+        with pytest.raises(ValueError, match=text):
+            open_ngram_tables(drive / "fp8.safetensors", scales=wrong)
 
 
 def test_rows_that_cannot_be_read_are_named_with_their_shard(drive: Path) -> None:

@@ -29,7 +29,7 @@ class UnreadExperts(Placeholder):
     read: Read
     """Reads the weight of an expert."""
     is_read: IsRead
-    """Says whether that is in memory."""
+    """Returns whether the weight of an expert is in memory."""
     is_transposed: bool
     """Whether the last two dimensions are exchanged."""
     on_demand = True

@@ -33,10 +33,12 @@ def with_scales(
         quantization: The ``quantization_config`` of the checkpoint, which says how many rows and columns share a scale; None if
             there is none.
         own: Names of the weights of the model. A tensor that the model itself calls a weight stays what it is.
-        needed: Whether there have to be FP8 weights, and all have to have scales; otherwise either all of them, or none.
+        needed: Whether the checkpoint is said to be in FP8. If True, it must have FP8 weights, and each of them must have
+            scales. If False, it may have none; and if no FP8 weight has scales, FP8 is a dtype like others.
 
     Raises:
-        CorruptCheckpoint: If an FP8 weight has no scales, or scales that do not fit; the message says where the weight is.
+        CorruptCheckpoint: If an FP8 weight has scales that do not fit, or has none although ``needed`` is True or another FP8
+            weight has scales. The message says where the weight is.
         ValueError: If there is no FP8 weight, and there has to be one.
     """
     block = _block_of(quantization)
