@@ -32,7 +32,7 @@ from deepnvme.telemetry.progress import ProgressOption
 from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
-from .experts.offloaded_experts import offload_experts
+from .experts.offloaded_experts import OffloadedExperts
 from .located_source import LocatedSource
 from .located_weights import locate_weights, with_dtypes_kept
 from .streamed_model import Streaming, end_stream_of, streaming_of
@@ -405,8 +405,8 @@ def _streamed_in_place(
         offloaded = None
         if on_demand:
             first = min(budget, sum(own[weight].nbytes for weight in others if weight in own))
-            how: dict[str, Any] = {"device": device, "aio_config": aio_config}
-            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
+            made = OffloadedExperts(model, weights, budget - first, None, device, aio_config, versions)
+            offloaded = undo.enter_context(made)
             memory_budget = first
         store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
         undo.callback(end_stream_of, model)

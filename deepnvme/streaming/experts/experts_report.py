@@ -15,7 +15,7 @@ class LayerUses:
     chosen: int
     """Experts used."""
     hits: int
-    """Experts among them whose weights were all in memory when the layer was called, and not only read ahead for this call."""
+    """Experts among them whose weights were all in memory when the layer was called."""
 
     @property
     def read(self) -> int:
@@ -38,7 +38,7 @@ class ExpertsReport(ReportFigures):
     """Bytes read from the drive."""
     bytes_missed: int
     """Bytes of the experts' weights that were chosen while they were not in memory. The rest of ``bytes_read`` is pages around
-    weights, and experts read ahead that were not chosen then."""
+    weights, and experts read ahead that an error then kept from being used."""
     seconds: float
     """Seconds from the first call of a layer to the end of the last."""
     seconds_reading: float

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import State
+from deepnvme.checkpoint.file_io import Version
 from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -27,11 +28,10 @@ from deepnvme.streaming.replaced_forward import ReplacedForward
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 
 from .expert_cache import HALF_LIFE, ExpertCache, note_uses
-from .expert_files import Checkpoint, slices_in
+from .expert_files import Checkpoint, places_in, slices_in
 from .expert_layers import ExpertLayer, expert_layers
 from .expert_reader import ExpertBlock, ExpertReader
 from .experts_report import ExpertsReport, LayerUses, most_used_bytes
-from .route_memory import RouteMemory
 from .unread_experts import UnreadExperts, UnreadWeight
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT_BYTES = 32 << 20
 """Most bytes that each of a drive's workers reads at a time. So experts arrive one after the other, and the first can compute."""
-_EXPERTS_AHEAD = 2
-"""Experts of the next layer that are read before its router has chosen: about what the drive reads meanwhile. More would take
-the memory of others that the layer chooses: with all probable ones, 8 % more bytes were read, with a fifth of the experts in
-memory."""
 
 
 def offload_experts(
@@ -62,7 +58,6 @@ def offload_experts(
 
     The experts' weights in the model are replaced by placeholders. A call of a layer reads each chosen expert that is not in
     memory once, for all tokens that chose it, in the order in which experts are computed; the next is read while one computes.
-    If a single token takes the route of an earlier one, some experts of the next layer are read before its router has chosen.
     Weights of other modules stay as they are: in memory, or streamed if :func:`stream` is called afterwards. No file is written.
 
     The model's results are bit-identical to those with all weights in memory, whichever of transformers' implementations of
@@ -100,6 +95,9 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
     """The experts of a model that are read on demand: reports on them, and ends the offload. Made by :func:`offload_experts`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
+
+    The arguments are those of :func:`offload_experts`, and one more. ``versions``: version of each file, by path, from before its
+    header was read, if ``checkpoint`` is a mapping.
     """
 
     def __init__(
@@ -110,6 +108,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         modules: Sequence[str] | None,
         device: torch.device | str | None,
         aio_config: AioConfig | None,
+        versions: Mapping[str, Version] | None = None,
     ) -> None:
         budget = budget_bytes(memory_budget, "memory_budget")
         self._model, self._process = type(model).__name__, os.getpid()
@@ -117,22 +116,20 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         self._layers = expert_layers(model, modules)
         _check_in_module(self._layers)
         numbers = {name: layer.number for layer in self._layers for name in layer.weights}
-        slices = slices_in(model, checkpoint, numbers)
+        places, current = places_in(model, checkpoint, numbers)
+        slices = slices_in(model, places, numbers)
         self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
         largest, total = max(block.nbytes for block in blocks), sum(block.nbytes for block in blocks)
         self._budget = min(max(budget, 2 * largest), total)
         paths = {each.path for block in blocks for each in (*block.part.ranges, *block.part.scale_ranges)}
         self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
-        self._reader = ExpertReader(self._engine, [block.part for block in blocks])
+        self._reader = ExpertReader(self._engine, [block.part for block in blocks], versions or current)
         self._cache = ExpertCache(self._reader, padded(self._budget))
         self._lock = threading.RLock()
         self._running = 0  # identifier of the thread in whose call of a layer experts are read; 0 if there is none
         self._ended = False
         self._tokens: dict[str, int] = {layer.name: 0 for layer in self._layers}
-        self._routes = {layer.name: RouteMemory() for layer in self._layers}
-        self._before: Collection[int] = ()  # what the layer called last has chosen for one token
-        self._ahead: list[ExpertBlock] = []  # blocks of the next layer that were not in memory, and are probably chosen
         self.reset()
         self._requires_grad = {name for layer in self._layers for name, weight in layer.tensors() if weight.requires_grad}
         with defer_interrupts():
@@ -249,31 +246,12 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         with torch._C._DisableFuncTorch():
             self._note(layer, chosen, tokens)
             self._cache.end_use()  # of a call that was interrupted
-            self._ahead = self._probable_next(layer, chosen) if tokens == 1 else []
-            blocks = [self._blocks[name][expert] for name, expert in layer.order(list(chosen))]
-            self._cache.expect([*blocks, *self._ahead])
+            self._cache.expect([self._blocks[name][expert] for name, expert in layer.order(list(chosen))])
         try:
             return forward(*args, **kwargs)
         finally:
             self._cache.end_use()
-            self._cache.expect(self._ahead)  # the drive goes on reading until the next layer's router has chosen
-
-    def _probable_next(self, layer: ExpertLayer, chosen: Collection[int]) -> list[ExpertBlock]:
-        """Return blocks that the next layer will probably need and that are not in memory, of a few experts."""
-        place = self._layers.index(layer)
-        if place:
-            self._routes[layer.name].note(self._before, chosen)
-        self._before = chosen
-        if place + 1 == len(self._layers):
-            return []
-        following = self._layers[place + 1]
-        absent = [
-            expert
-            for expert in self._routes[following.name].probable(chosen)
-            if not all(self._blocks[name][expert].in_memory for name in following.weights)
-        ]
-        order = following.order(absent[:_EXPERTS_AHEAD])
-        return [block for name, expert in order if not (block := self._blocks[name][expert]).in_memory]
+            self._cache.expect(())
 
     def _note(self, layer: ExpertLayer, chosen: Mapping[int, int], tokens: int) -> None:
         """Count the uses of experts, and make the chosen ones more worth keeping."""
@@ -282,7 +260,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         self._experts_used[layer.name].update(chosen.keys())
         for expert, uses in chosen.items():
             blocks = [self._blocks[name][expert] for name in layer.weights]
-            missed = [block.part.info.nbytes for block in blocks if not block.in_memory or block in self._ahead]
+            missed = [block.part.info.nbytes for block in blocks if not block.in_memory]
             self._hits[layer.name] += not missed
             self._missed += sum(missed)
             note_uses(dict.fromkeys(blocks, uses * min(1, HALF_LIFE / max(tokens, 1))), now)  # a long prompt counts as its end

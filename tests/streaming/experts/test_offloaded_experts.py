@@ -174,29 +174,6 @@ def test_the_report_says_what_memory_would_do_and_how_busy_the_drive_is(packed: 
         assert experts.report().seconds > 0
 
 
-def test_a_token_that_takes_an_earlier_route_has_the_next_layers_experts_read_ahead(packed: World) -> None:
-    hidden = torch.randn(1, WIDTH)
-
-    def choose(layer: int, *experts: int) -> None:
-        chosen = torch.tensor([experts])
-        found = packed.offloaded.mixtures[layer](hidden, chosen)
-        assert torch.equal(found, packed.memory.mixtures[layer](hidden, chosen))
-
-    with packed.offload(8 * PART) as experts, torch.inference_mode():
-        for first, second in ((0, 2), (4, 4), (6, 6)):  # after which the memory of the first two is taken
-            choose(0, first, first + 1)
-            choose(1, second, second + 1)
-        experts.reset()
-        choose(0, 0, 1)
-        assert experts.report().bytes_missed == 4 * PART // 2
-        assert experts.report().bytes_read == 8 * PART
-        choose(1, 2, 3)
-        report = experts.report()
-        assert report.bytes_read == 8 * PART
-        assert report.bytes_missed == 8 * PART // 2  # what was read ahead was not in memory either
-        assert report.layers["mixtures.1"].read == 2
-
-
 def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
     with world.offload() as experts, WeightStore.build(world.offloaded, tmp_path / "store") as store:
         assert not any("down" in name or ".experts." in name for name in store.weights)
