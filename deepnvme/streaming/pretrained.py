@@ -33,7 +33,7 @@ from deepnvme.telemetry.progress import ProgressOption
 from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
-from .experts.offloaded_experts import offload_experts
+from .experts.offloaded_experts import OffloadedExperts
 from .extent_reader import memory_of_blocks
 from .located_source import LocatedSource
 from .located_weights import locate_weights, with_dtypes_kept
@@ -411,8 +411,7 @@ def _streamed_in_place(
                 on_demand = on_demand if memory_of_blocks(store) > budget else set()
         offloaded = None
         if on_demand:
-            how: dict[str, Any] = {"device": device, "aio_config": aio_config}
-            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=0, **how))
+            offloaded = undo.enter_context(OffloadedExperts(model, weights, 0, None, device, aio_config, versions))
         others = {weight: place for weight, place in weights.items() if weight not in on_demand}
         store = undo.enter_context(contextlib.closing(opened(others)))
         if offloaded is not None:

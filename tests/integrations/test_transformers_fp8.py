@@ -19,7 +19,7 @@ from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.streaming import from_pretrained, offload_experts, stream
-from deepnvme.streaming.experts.expert_files import slices_in
+from deepnvme.streaming.experts.expert_files import places_in, slices_in
 from deepnvme.streaming.experts.expert_reader import explain
 
 from ..support.engines import failing, transfers_through
@@ -335,7 +335,8 @@ def test_an_expert_or_its_scales_that_cannot_be_read_are_named(drive: Path) -> N
     assert torch.equal(logits(model), logits(known))
     weight = "model.layers.1.mlp.experts.gate_up_proj"
     numbers: dict[str, int | None] = {weight: None}
-    part = slices_in(by_transformers(folder), folder, numbers)[weight][3]
+    whole = by_transformers(folder)
+    part = slices_in(whole, places_in(whole, folder, numbers)[0], numbers)[weight][3]
     assert len(part.scale_ranges) == 2  # of gate and of up
     for index, (path, offset, nbytes) in enumerate((*part.ranges, *part.scale_ranges)):
         broken = OSError(errno.EIO, "broken")

@@ -13,15 +13,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from deepnvme.checkpoint.file_io import Version, file_version
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.weight_locations import Location, weights_in
+from deepnvme.checkpoint.weight_locations import Location
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.model.fp8 import dequantize_matrices, float32_scales
 from deepnvme.model.structure import weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
 from deepnvme.streaming.located_weights import renamed
-from deepnvme.streaming.weights.places import MergedWeight, Place, ScaledPart, ScaledWeight
-from deepnvme.streaming.weights.scales import quantization_beside, with_scales
+from deepnvme.streaming.weights.checkpoint_weights import located_in
+from deepnvme.streaming.weights.places import MergedWeight, Place, ScaledPart, ScaledWeight, paths_of
 
 Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, Place]
 """Path of a checkpoint, as for :func:`weights_in`, or the places of weights by their names in the model."""
@@ -113,7 +114,7 @@ class ExpertSlice(NamedTuple):
         return f"expert {self.expert} of {layer!r} ({weight})"
 
 
-def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, int | None]) -> dict[str, list[ExpertSlice]]:
+def slices_in(model: nn.Module, places: Mapping[str, Place], weights: Mapping[str, int | None]) -> dict[str, list[ExpertSlice]]:
     """Return where the experts' parts of weights lie, by the weight's name in the model.
 
     A packed weight has all experts of its layer along its first dimension. The files may have it packed too, or a tensor for
@@ -121,7 +122,7 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
 
     Args:
         model: The model; it may be on the meta device.
-        checkpoint: The checkpoint.
+        places: Where the weights of the model lie, by their names in the model.
         weights: Names of the weights, each with the number of the only expert that it belongs to, or None for a packed weight.
 
     Returns:
@@ -132,9 +133,7 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
         ValueError: If transformers rearranges a weight while loading it, or if a weight is quantised other than to FP8 with
             scales, or its tensors in the files are not ranges of bytes.
         CorruptCheckpoint: If a part ends past the end of its file.
-        Exception: Any error of :func:`weights_in`.
     """
-    places = checkpoint if isinstance(checkpoint, Mapping) else _places(model, checkpoint, weights)
     own = weights_by_name(model)
     differences = []
     slices: dict[str, list[ExpertSlice]] = {}
@@ -161,19 +160,35 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
     return slices
 
 
-def _places(model: nn.Module, checkpoint: str | os.PathLike[str], names: Container[str]) -> Mapping[str, Place]:
-    """Return where weights of a model lie in a checkpoint, by their names in the model: those in ``names`` and some others.
+def places_in(
+    model: nn.Module, checkpoint: Checkpoint, names: Container[str]
+) -> tuple[Mapping[str, Place], Mapping[str, Version]]:
+    """Return where weights of a model lie in a checkpoint, by their names in the model; and the version of each file, by path.
 
     A model of transformers gets the names and conversions with which transformers loads it; others have the checkpoint's names.
+    Versions are from before the headers were read; those of a mapping from now.
+
+    Args:
+        model: The model.
+        checkpoint: The checkpoint.
+        names: Names of the weights; others may be left out.
+
+    Raises:
+        ValueError: If transformers rearranges a weight while loading it.
+        Exception: Any error of :func:`weights_in`.
     """
-    found = with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=weights_by_name(model))
+    if isinstance(checkpoint, Mapping):
+        return checkpoint, {
+            path: file_version(path) for name in checkpoint if name in names for path in paths_of(checkpoint[name])
+        }
+    found, versions = located_in(checkpoint, model)
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return found
+        return found, versions
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     places, _ = renamed(model, found, get_model_conversion_mapping(model), only=names)
-    return places
+    return places, versions
 
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import State
+from deepnvme.checkpoint.file_io import Version
 from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
@@ -27,7 +28,7 @@ from deepnvme.streaming.replaced_forward import ReplacedForward, check_process
 from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 
 from .expert_cache import HALF_LIFE, ExpertCache, note_uses
-from .expert_files import Checkpoint, slices_in
+from .expert_files import Checkpoint, places_in, slices_in
 from .expert_layers import ExpertLayer, expert_layers
 from .expert_reader import ExpertBlock, ExpertReader
 from .experts_report import ExpertsReport, LayerUses, most_used_bytes
@@ -94,6 +95,9 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
     """The experts of a model that are read on demand: reports on them, and ends the offload. Made by :func:`offload_experts`.
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
+
+    The arguments are those of :func:`offload_experts`, and one more. ``versions``: version of each file, by path, from before its
+    header was read, if ``checkpoint`` is a mapping.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         modules: Sequence[str] | None,
         device: torch.device | str | None,
         aio_config: AioConfig | None,
+        versions: Mapping[str, Version] | None = None,
     ) -> None:
         budget = budget_bytes(memory_budget, "memory_budget")
         self._model, self._process = type(model).__name__, os.getpid()
@@ -111,12 +116,13 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         self._layers = expert_layers(model, modules)
         _check_in_module(self._layers)
         numbers = {name: layer.number for layer in self._layers for name in layer.weights}
-        slices = slices_in(model, checkpoint, numbers)
+        places, current = places_in(model, checkpoint, numbers)
+        slices = slices_in(model, places, numbers)
         self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
         paths = {each.path for block in blocks for each in (*block.part.ranges, *block.part.scale_ranges)}
         self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
-        self._reader = ExpertReader(self._engine, [block.part for block in blocks])
+        self._reader = ExpertReader(self._engine, [block.part for block in blocks], versions or current)
         self.set_memory_budget(budget)
         self._lock = threading.RLock()
         self._running = 0  # identifier of the thread in whose call of a layer experts are read; 0 if there is none

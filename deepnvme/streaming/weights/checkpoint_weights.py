@@ -132,7 +132,7 @@ class CheckpointWeights(ExtentStore):
                 except OSError as error:
                     check_unchanged([run.path], self._versions, error)
                     raise
-        return _CheckedRead(started, list(dict.fromkeys(run.path for run in runs)), self._versions)
+        return CheckedRead(started, list(dict.fromkeys(run.path for run in runs)), self._versions)
 
     def verifies(self, extent: str) -> bool:
         """Return True: after each read, the versions of the extent's files are compared."""
@@ -155,10 +155,16 @@ class CheckpointWeights(ExtentStore):
         )
 
 
-class _CheckedRead:
-    """The reads of an extent's runs as one transfer, whose :meth:`exception` also finds out whether a file was changed."""
+class CheckedRead:
+    """A transfer from checkpoint files, whose :meth:`exception` also finds out whether a file was changed.
 
-    def __init__(self, reads: Transfers, paths: Sequence[str], versions: Mapping[str, Version]) -> None:
+    Args:
+        reads: The transfer.
+        paths: The files.
+        versions: Version of each file, by path, from before its header was read.
+    """
+
+    def __init__(self, reads: Transfer, paths: Sequence[str], versions: Mapping[str, Version]) -> None:
         self._reads, self._paths, self._versions = reads, paths, versions
 
     def done(self) -> bool:
@@ -240,7 +246,7 @@ def check_unchanged(paths: Iterable[str], versions: Mapping[str, Version], cause
         FileNotFoundError: If a file is gone.
     """
     for path in paths:
-        if file_version(path) != versions[path]:
+        if file_version(path) != versions.get(path):
             raise CorruptCheckpoint(path, "it was changed while its weights were streamed: load the model again") from cause
 
 
