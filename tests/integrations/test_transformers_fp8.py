@@ -22,7 +22,7 @@ from deepnvme.streaming import from_pretrained, offload_experts, stream
 from deepnvme.streaming.experts.expert_files import places_in, slices_in
 from deepnvme.streaming.experts.expert_reader import explain
 
-from ..support.engines import failing, transfers_through
+from ..support.engines import transfers_through
 from ..support.fp8 import dequantized, to_fp8
 from . import models
 
@@ -235,7 +235,7 @@ def test_rows_with_scales_for_blocks_for_rows_or_for_all(block: tuple[int, int],
         changed(drive / "checkpoint", **{EMBEDDING + "_scale_inv": powers.add(127).to(torch.uint8)})
         values = dequantized(state[EMBEDDING], powers.exp2(), block, torch.bfloat16)
     with torch.device("meta"):
-        model = type(made)(made.config)
+        model = transformers.AutoModelForCausalLM.from_config(made.config)  # in bfloat16
     model.model.rotary_emb = made.model.rotary_emb
     with stream(model, drive / "checkpoint", min_table_bytes=1000) as streaming:
         assert list(streaming.tables) == [EMBEDDING]
@@ -259,7 +259,7 @@ def test_tables_of_several_tensors_in_fp8(block: tuple[int, int], tables: int, d
     assert torch.equal(logits(model), logits(known))
 
 
-def test_scales_of_rows_that_cannot_be_read_or_are_changed_are_named(drive: Path) -> None:
+def test_a_file_of_scales_that_is_changed_is_named(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
     to_fp8(drive / "checkpoint", chosen=lambda name, _: name == EMBEDDING)
     file = drive / "checkpoint" / "model.safetensors"
@@ -271,9 +271,6 @@ def test_scales_of_rows_that_cannot_be_read_or_are_changed_are_named(drive: Path
     (drive / "checkpoint" / "model.safetensors.index.json").write_text(json.dumps(index))
     where = weights_in(drive / "checkpoint")[EMBEDDING + "_scale_inv"]
     assert isinstance(where, Location)
-    with failing("read", 1), pytest.raises(OSError, match=f"offset {where.offset}") as raised:
-        from_pretrained(drive / "checkpoint", min_table_bytes=1000)
-    assert (raised.value.errno, raised.value.filename) == (errno.EIO, where.path)
     model = from_pretrained(drive / "checkpoint", min_table_bytes=1000)
     os.utime(where.path)
     with pytest.raises(CorruptCheckpoint, match="was changed") as changed_scales:
