@@ -170,7 +170,7 @@ def test_the_report_says_what_memory_would_do_and_how_busy_the_drive_is(packed: 
                 layer(torch.randn(1, WIDTH), torch.tensor([chosen]))
         report = experts.report()
         assert report.budget_for_90_percent == 2 * 2 * PART  # of experts 0 and 1, with two weights each
-        assert 0 < report.seconds_waited <= report.seconds
+        assert 0 <= report.seconds_waited <= report.seconds  # 0 if each read had ended when it was asked for
         assert 0 < report.drive_share <= 1
         assert "instead of" not in str(report)  # the budget is as large already
         experts.close(restore=True)
