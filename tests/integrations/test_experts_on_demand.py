@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.streaming import WeightMismatch, from_pretrained, offload_experts, stream
+from deepnvme.streaming import WeightMismatch, from_pretrained, offload_experts, pretrained, stream
 from deepnvme.streaming.extent_cache import ExtentCache
 
 from ..support.engines import failing
@@ -280,10 +281,15 @@ class Adapted(torch.nn.Module):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_adapters_of_other_modules_are_trained_as_in_memory(checkpoints: dict[str, Path], implementation: str) -> None:
     options = {"experts_implementation": implementation, "dtype": torch.float32}
+    budget = 1 << 30 if implementation != "grouped_mm" else BUDGET  # others keep weights until the backward
     weights = []
-    for budget in (None, 1 << 30 if implementation != "grouped_mm" else BUDGET):  # others keep weights until the backward
-        model = load(checkpoints["qwen3"], **options).requires_grad_(False)
-        experts = None if budget is None else offload_experts(model, checkpoints["qwen3"], memory_budget=budget)
+    for how in ("in memory", "offloaded", "streamed"):
+        if how == "streamed":
+            model = from_pretrained(checkpoints["qwen3"], memory_budget="1GB", experts="on-demand", **options)
+            model.requires_grad_(False)
+        else:
+            model = load(checkpoints["qwen3"], **options).requires_grad_(False)
+        experts = None if how != "offloaded" else offload_experts(model, checkpoints["qwen3"], memory_budget=budget)
         for layer in model.model.layers:
             layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj, 64, 64)
         adapters = [weight for weight in model.parameters() if weight.requires_grad]
@@ -296,7 +302,7 @@ def test_adapters_of_other_modules_are_trained_as_in_memory(checkpoints: dict[st
         weights.append(adapters)
         if experts is not None:
             experts.close()
-    assert all(map(torch.equal, *weights))
+    assert all(torch.equal(expected, found) for expected, *others in zip(*weights, strict=True) for found in others)
 
 
 def test_two_models_on_one_folder_and_calls_in_threads(checkpoints: dict[str, Path]) -> None:
@@ -325,6 +331,29 @@ def test_an_index_that_lies_is_told(drive: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=re.escape(name)) as raised:
         offload_experts(model, drive, memory_budget=BUDGET)
     assert Path(str(raised.value.filename)).parent == drive
+
+
+def test_a_shard_that_is_replaced_after_its_header_was_read_is_named(drive: Path) -> None:
+    weights, replaced = sharded(drive)["weight_map"], set()
+    found_in = {file: {name for name, other in weights.items() if other == file} for file in weights.values()}
+    locate = pretrained.locate_weights
+
+    def then_replace(*arguments: Any) -> Any:
+        located = locate(*arguments)
+        for file, names in found_in.items():
+            if all(".experts." in name for name in names):
+                changed = {name: weight + 1 for name, weight in load_file(drive / file).items()}
+                save_file(changed, drive / "new", metadata={"format": "pt"})
+                os.replace(drive / "new", drive / file)
+                replaced.add(str(drive / file))
+        return located
+
+    with (
+        mock.patch.object(pretrained, "locate_weights", then_replace),
+        pytest.raises(CorruptCheckpoint, match="changed") as raised,
+    ):
+        from_pretrained(drive, memory_budget=BUDGET, experts="on-demand")
+    assert raised.value.filename in replaced
 
 
 @pytest.mark.parametrize("lost", ["all of it", "its end"])

@@ -244,7 +244,7 @@ def test_rows_with_scales_for_blocks_for_rows_or_for_all(block: tuple[int, int],
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpTextConfig"), reason="this transformers has no qwen4_exp")
-@pytest.mark.parametrize(("block", "tables"), [((1, 32), 2), ((10_000, 10_000), 2), ((3, 32), 0)])
+@pytest.mark.parametrize(("block", "tables"), [((1, 32), 2), ((3, 32), 2), ((10_000, 10_000), 0)])
 def test_tables_of_several_tensors_in_fp8(block: tuple[int, int], tables: int, drive: Path) -> None:
     """Where a block would span two of the tensors, the scales are no grid of the whole table, which is streamed as a whole."""
     torch.manual_seed(3)
@@ -265,9 +265,11 @@ def test_a_file_of_scales_that_is_changed_is_named(drive: Path) -> None:
     file = drive / "checkpoint" / "model.safetensors"
     state = safetensors.torch.load_file(file)
     scales = {EMBEDDING + "_scale_inv": state.pop(EMBEDDING + "_scale_inv")}
-    safetensors.torch.save_file(scales, drive / "checkpoint" / "scales.safetensors", {"format": "pt"})
-    safetensors.torch.save_file(state, file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(state, file.name) | dict.fromkeys(scales, "scales.safetensors")}
+    file.unlink()
+    names = "weights.safetensors", "scales.safetensors"
+    for part, name in zip((state, scales), names, strict=True):
+        safetensors.torch.save_file(part, drive / "checkpoint" / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, names[0]) | dict.fromkeys(scales, names[1])}
     (drive / "checkpoint" / "model.safetensors.index.json").write_text(json.dumps(index))
     where = weights_in(drive / "checkpoint")[EMBEDDING + "_scale_inv"]
     assert isinstance(where, Location)

@@ -13,6 +13,7 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, State
 from deepnvme.cache.block_cache import BlockCache, Use
+from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.streaming.extent_memory import PinnedSlots
 
 from .expert_reader import ExpertBlock, ExpertReader, explain
@@ -27,6 +28,12 @@ _BUSY_BYTES = 40 << 20
 """Bytes in transfer that keep a drive busy: 7 % more tokens a second than with 16 MiB, for experts of 24 MiB. Experts read ahead
 take the memory of others: in a simulation with three tenths of the experts in memory, reading all chosen experts of a layer ahead
 cost 2 points of the hit rate, and a limit of one or two experts 1 point."""
+
+
+_REMEDY = (
+    "somebody keeps tensors over weights of experts, such as autograd for a backward: call the model in torch.no_grad(), or give"
+    " a larger memory_budget; a model of transformers keeps none after set_experts_implementation('grouped_mm')"
+)
 
 
 class ExpertCache:
@@ -60,7 +67,7 @@ class ExpertCache:
 
         Raises:
             OSError: If reading fails. The message names layer, expert and offset; ``filename`` is the file.
-            OutOfBuffers: If views of weights keep all memory.
+            OutOfBuffers: If views of weights keep all memory. The message says what to do.
         """
         self.end_use()
         self._used = block  # before the use begins: after an interrupt, it may have begun or not
@@ -68,6 +75,8 @@ class ExpertCache:
             self._cache.acquire([block])
         except OSError as error:
             raise explain(error, block.part) from error
+        except OutOfBuffers as error:
+            raise OutOfBuffers(f"{error}: {_REMEDY}") from error
         finally:
             self._reader.record_ended()
         memory = block.memory.buffer

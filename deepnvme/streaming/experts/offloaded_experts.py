@@ -43,7 +43,7 @@ _IN_FLIGHT_BYTES = 32 << 20
 
 def offload_experts(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: str | os.PathLike[str],
     *,
     memory_budget: MemoryBudget = "auto",
     modules: Sequence[str] | None = None,
@@ -60,17 +60,19 @@ def offload_experts(
     memory once, for all tokens that chose it, in the order in which experts are computed; the next is read while one computes.
     Weights of other modules stay as they are: in memory, or streamed if :func:`stream` is called afterwards. No file is written.
 
-    The model's results are bit-identical to those with all weights in memory, whichever of transformers' implementations of
-    experts the model has: eager, grouped_mm or batched_mm. Calls from several threads take turns, layer by layer. Experts get no
-    gradients, but gradients flow to their inputs, so that adapters of other modules (LoRA) can be trained. With grouped_mm, the
-    backward reads the experts again; otherwise, weights that were used stay in memory until the backward.
+    On the CPU, the model's results are bit-identical to those with all weights in memory, whichever of transformers'
+    implementations of experts the model has: eager, grouped_mm or batched_mm. On a CUDA device grouped_mm may round otherwise, as
+    the experts are multiplied one by one, and not by CUDA's kernel for groups. Calls from several threads take turns, layer by
+    layer. Experts get no gradients, but gradients flow to their inputs, so that adapters of other modules (LoRA) can be trained.
+    With grouped_mm, the backward reads the experts again; otherwise, weights that were used stay in memory until the backward: a
+    ``memory_budget`` that is too small for those is an OutOfBuffers in the forward.
 
     Args:
         model: A module on the CPU, a CUDA device or the meta device. The weights of its experts are released.
-        checkpoint: Path of the checkpoint of this model, as for :meth:`WeightStore.build`; or a mapping of the names in the model
-            to places in files. The files must not change until :meth:`OffloadedExperts.close`.
-        memory_budget: Most bytes of experts in memory, or "8GB", "50%", "auto", see :data:`deepnvme.memory.MemoryBudget`. With
-            less than that, there is still memory for two parts of experts: one that is used and one that is read.
+        checkpoint: Path of the checkpoint of this model, as for :meth:`WeightStore.build`. The files must not change until
+            :meth:`OffloadedExperts.close`.
+        memory_budget: Most bytes of experts in memory, or "8GB", "50%", "auto", see :data:`deepnvme.memory.MemoryBudget`. A
+            smaller budget than two weights of an expert is raised to that: one weight is used while the other is read.
         modules: Names of the modules that have experts, or patterns such as "model.layers.*.mlp.experts", in which ``*`` stands
             for one part of a name. A module with parameters of 3 dimensions has packed experts: it indexes them by number. Any
             other module is one expert. None: all modules that transformers calls experts, and children of lists named "experts".
@@ -96,8 +98,8 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
 
     As a context manager it calls :meth:`close` on exit. Thread-safe.
 
-    The arguments are those of :func:`offload_experts`, and one more. ``versions``: version of each file, by path, from before its
-    header was read, if ``checkpoint`` is a mapping.
+    The arguments are those of :func:`offload_experts`, but ``checkpoint`` may also be a mapping of the names in the model to
+    places in files. ``versions`` are then those of the files, by path, from before the headers were read; None: those of now.
     """
 
     def __init__(
@@ -121,19 +123,20 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         self._blocks = {name: [ExpertBlock(part) for part in parts] for name, parts in slices.items()}
         blocks = list(itertools.chain.from_iterable(self._blocks.values()))
         paths = {each.path for block in blocks for each in (*block.part.ranges, *block.part.scale_ranges)}
-        self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
-        self._reader = ExpertReader(self._engine, [block.part for block in blocks], versions or current)
-        self.set_memory_budget(budget)
         self._lock = threading.RLock()
         self._running = 0  # identifier of the thread in whose call of a layer experts are read; 0 if there is none
-        self._ended = self._restored = False
-        self._tokens: dict[str, int] = {layer.name: 0 for layer in self._layers}
-        self.reset()
+        self._ended = self._restored = self._trimmed = False
+        self._tokens: Counter[str] = Counter()  # by mixture; of experts that are modules, how often one was called once more
+        self._called_once: dict[str, set[str]] = {layer.mixture: set() for layer in self._layers}
         self._requires_grad = {name for layer in self._layers for name, weight in layer.tensors() if weight.requires_grad}
-        with defer_interrupts():
-            for layer in self._layers:
-                self._replace(layer)
-        trim_heap()
+        with contextlib.ExitStack() as undo:
+            self._engine = engine_for(paths, aio_config, _IN_FLIGHT_BYTES)
+            undo.callback(self._engine.close)
+            self._reader = ExpertReader(self._engine, [block.part for block in blocks], versions or current)
+            undo.callback(self._reader.close)
+            self.set_memory_budget(budget)
+            self.reset()
+            self._replace_all(undo)
 
     def __repr__(self) -> str:
         return representation(
@@ -154,9 +157,13 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
                 for layer in self._layers
                 for expert, count in self._experts_used[layer.name].items()
             ]
+            chosen: Counter[str] = Counter()
+            for layer in self._layers:
+                chosen[layer.mixture] += self._experts_used[layer.name].total()
+            packed = [layer.mixture for layer in self._layers if layer.number is None]
             return ExpertsReport(
-                layers={name: LayerUses(used.total(), self._hits[name]) for name, used in self._experts_used.items()},
-                tokens=max(self._tokens[name] - before for name, before in self._tokens_before.items()),
+                layers={name: LayerUses(count, self._hits[name]) for name, count in chosen.items()},
+                tokens=max((self._tokens[name] - self._tokens_before[name] for name in packed), default=0),
                 bytes_read=self._reader.bytes_read - self._read_before,
                 bytes_missed=self._missed,
                 seconds=self._seconds,
@@ -170,11 +177,10 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         """Set the report's counters to zero. Waits until a call of a layer in another thread has ended."""
         with self._lock:
             self._experts_used: dict[str, Counter[int]] = {layer.name: Counter() for layer in self._layers}
-            self._hits: Counter[str] = Counter()  # by layer
+            self._hits: Counter[str] = Counter()  # by mixture
             self._missed = 0
-            self._first_call: float | None = None  # time.perf_counter() when a layer was first called
             self._seconds = 0.0
-            self._tokens_before = dict(self._tokens)
+            self._tokens_before = self._tokens.copy()
             self._read_before, self._waited_before = self._reader.bytes_read, self._cache.seconds_waited
             self._reading_before = self._reader.seconds_reading
 
@@ -226,6 +232,17 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _replace_all(self, undo: contextlib.ExitStack) -> None:
+        """Replace the layers' weights and forwards, or none of them if an interrupt comes. Empties ``undo`` after success."""
+        with defer_interrupts() as interrupts:
+            for layer in self._layers:
+                for name, weight in layer.tensors():
+                    undo.callback(layer.put, name, weight)
+                self._replace(layer)
+                undo.callback(layer.unwrap)
+            if not interrupts:
+                undo.pop_all()
+
     def _replace(self, layer: ExpertLayer) -> None:
         """Replace a layer's weights by placeholders, and its forward by one that reads experts."""
         for name, weight in layer.tensors():
@@ -244,14 +261,16 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
         with self._lock:
             if self._ended:
                 raise RuntimeError("the experts of this model are not read any more: their OffloadedExperts was closed")
-            if self._first_call is None:
-                self._first_call = time.perf_counter()
+            if not self._trimmed:
+                trim_heap()  # not before: an interrupt meanwhile would leave placeholders that nobody can replace
+                self._trimmed = True
+            began = time.perf_counter()
             try:
                 self._running = threading.get_ident()
                 return call()
             finally:
                 self._running = 0
-                self._seconds = time.perf_counter() - self._first_call
+                self._seconds += time.perf_counter() - began
 
     def _run(self, layer: ExpertLayer, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward of a layer, after starting to read the experts that its arguments choose."""
@@ -268,13 +287,19 @@ class OffloadedExperts(contextlib.AbstractContextManager["OffloadedExperts"]):
 
     def _note(self, layer: ExpertLayer, chosen: Mapping[int, int], tokens: int) -> None:
         """Count the uses of experts, and make the chosen ones more worth keeping."""
-        self._tokens[layer.name] += tokens
-        now = self._tokens[layer.name]
+        if layer.number is not None:  # a token does not call an expert twice, and the next one probably calls one of its experts
+            called = self._called_once[layer.mixture]
+            tokens = int(layer.name in called)
+            if tokens:
+                called.clear()
+            called.add(layer.name)
+        self._tokens[layer.mixture] += tokens
+        now = self._tokens[layer.mixture]
         self._experts_used[layer.name].update(chosen.keys())
         for expert, uses in chosen.items():
             blocks = [self._blocks[name][expert] for name in layer.weights]
             missed = [block.part.info.nbytes for block in blocks if not block.in_memory]
-            self._hits[layer.name] += not missed
+            self._hits[layer.mixture] += not missed
             self._missed += sum(missed)
             note_uses(dict.fromkeys(blocks, uses * min(1, HALF_LIFE / max(tokens, 1))), now)  # a long prompt counts as its end
 
