@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _IN_FLIGHT_BYTES = 32 << 20
 """Most bytes that each of a drive's workers reads at a time. So experts arrive one after the other, and the first can compute."""
 _EXPERTS_AHEAD = 2
-"""Experts of the next layer that are read before its router has chosen: about what the drive reads meanwhile. More would take
-the memory of others that the layer chooses: with all probable ones, 8 % more bytes were read, with a fifth of the experts in
-memory."""
+"""Experts of the next layer that are read before its router has chosen: about what the drive reads meanwhile. They take memory of
+others that the layer chooses: with a fifth of the experts in memory, 7 % more bytes were read than without; with all probable
+ones, up to 9 %. A token took 4 to 5 % less time all the same."""
 
 
 def offload_experts(
