@@ -67,7 +67,7 @@ class ScaledMatrices:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of values in all matrices together."""
         return self.count * self.rows * self.columns
 
     @property

@@ -84,3 +84,12 @@ def tokens(model: transformers.PreTrainedModel, **options: Any) -> torch.Tensor:
     """Six new ones a row, whatever they are."""
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(**prompts(), **options)
+
+
+def logits(model: torch.nn.Module, kind: str = "llama") -> torch.Tensor:
+    """Return the logits of :func:`prompts`; of an encoder-decoder, for their first tokens."""
+    inputs = prompts()
+    if kind == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    with torch.no_grad():
+        return model(**inputs).logits

@@ -21,16 +21,9 @@ from deepnvme.streaming import WeightMismatch, from_pretrained
 
 from ..support.engines import failing
 from . import models
+from .models import logits
 
 KINDS = list(models.KINDS)
-
-
-def logits(model: torch.nn.Module, kind: str = "llama") -> torch.Tensor:
-    inputs = models.prompts()
-    if kind == "t5":
-        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
-    with torch.no_grad():
-        return model(**inputs).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -82,7 +82,7 @@ class ExpertSlice(NamedTuple):
 
     @property
     def scale_ranges(self) -> tuple[FileRange, ...]:
-        """Where the scales are."""
+        """Where the scales of an FP8 part lie in the files; empty for other parts."""
         return tuple(FileRange(scales.path, scales.offset, scales.info.nbytes) for _, scales in self.scaled)
 
     @property

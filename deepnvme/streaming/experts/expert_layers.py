@@ -46,7 +46,7 @@ class ExpertLayer:
         module._parameters[key] = weight
 
     def wrap(self, forward: Any) -> None:
-        """Replace the module's forward."""
+        """Replace the module's forward, until :meth:`unwrap` restores its own."""
         self._own_forward = self.module.__dict__.get("forward")
         self.module.forward = forward
 
