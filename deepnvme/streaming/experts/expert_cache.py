@@ -25,8 +25,8 @@ up to 40 points less, S3-FIFO up to 13; shorter half-lives lose more than they g
 
 
 _BUSY_BYTES = 40 << 20
-"""Bytes in transfer that keep a drive busy: two experts of up to 20 MiB. Whether more tokens a second come of it than of 16 MiB
-is not settled: of two pairs of runs with experts of 24 MiB, one was 7 % faster, the other 18 % slower. Experts read ahead take the
+"""Bytes in transfer that keep a drive busy: two experts of up to 20 MiB. Whether that is faster than 16 MiB is
+not settled: of two pairs of runs with experts of 24 MiB, one was 7 % faster, the other 18 % slower. Experts read ahead take the
 memory of others: in a simulation with three tenths of the experts in memory, reading all chosen experts of a layer ahead cost
 2 points of the hit rate, and a limit of one or two experts 1 point."""
 
