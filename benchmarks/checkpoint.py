@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import checkpoints, drive
+from harness import checkpoints, drive, llama
 from harness.checkpoints import State, library, nbytes_of
 from harness.command_line import Parser, Progress, measuring, print_step, write_json
 from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
 from harness.documents import all_comparisons, document
 from harness.figures import Verdict
+from harness.llama import Shape as Llama
 from harness.optimizer_steps import quieten
 from harness.tables import comparison_table, verdict_table
 from harness.worker_process import WorkerProcess
@@ -39,7 +40,7 @@ from deepnvme.tools.tune.figures import Spread
 from deepnvme.tools.tune.folder import check_memory
 
 MIB = 1 << 20
-PARTS = ("save", "load", "background", "memory", "small", "recycling", "checksums", "parallel")
+PARTS = ("save", "load", "transformers", "background", "memory", "small", "recycling", "checksums", "parallel")
 SAVING = ("deepnvme", "raw", "torch", "safetensors", "DCP", "deepnvme DCP")
 LOADING = ("deepnvme", "deepnvme safetensors", "raw", "torch", "safetensors", "Run:ai", "DCP", "deepnvme DCP")
 
@@ -76,6 +77,7 @@ def measure(settings: Settings, progress: Progress) -> Comparisons:
     parts: dict[str, Callable[[Settings, State, Path, Comparisons, Progress], None]] = {
         "save": compare_saving,
         "load": compare_loading,
+        "transformers": compare_transformers,
         "background": compare_background,
         "memory": compare_memory,
         "small": compare_small,
@@ -170,6 +172,32 @@ def compare_loading(settings: Settings, state: State, directory: Path, measureme
         ("deepnvme DCP", "DCP", 1.8),
     )
     measurements.verdicts += times_as_fast_verdicts("load", comparison, rows)
+
+
+def compare_transformers(
+    settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress
+) -> None:
+    """transformers loads a Llama, about as large as the state, with and without the engine below it."""
+    shape = Llama(settings.width, settings.layers, settings.vocabulary)
+    with contextlib.suppress(ContenderFailed):  # which each contender then says
+        llama.save(shape, directory / "llama")
+
+    def load(enabled: bool) -> Counts:
+        given = json.dumps({"directory": str(directory / "llama"), "enabled": enabled})
+        with WorkerProcess(sys.executable, "harness.pretrained_worker", [given], directory) as process:
+            quieten(directory)
+            return process.call("load")
+
+    ways = {"with enable()": functools.partial(load, True), "without": functools.partial(load, False)}
+    comparison = measurements.comparisons["transformers"] = measure_interleaved(
+        "from_pretrained", ways, settings.rounds, progress
+    )
+    measurements.verdicts += times_as_fast_verdicts("from_pretrained", comparison, [("with enable()", "without", 1.3)])
+    what = "from_pretrained: loads whose bits differ"
+    differ = judge(
+        comparison, what, ("with enable()", "without"), lambda ours, theirs: float(ours["bits"] != theirs["bits"]), "at most", 0
+    )
+    measurements.verdicts.append(differ)
 
 
 def compare_background(settings: Settings, state: State, directory: Path, measurements: Comparisons, progress: Progress) -> None:

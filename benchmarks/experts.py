@@ -2,12 +2,14 @@
 
     python benchmarks/experts.py --dir /mnt/nvme
 
-All contenders decode the same tokens (words as frequent as Zipf says) and take turns, each in a process of its own, in a control
-group with a memory limit, with nothing of its files in the page cache. "store" and "in place" are deepnvme's streams, which read
-all experts; "accelerate" is transformers' loading with everything offloaded to the disk; "airllm" is AirLLM. "in memory" has no
-limit: its time and the drive's time for the bytes of chosen experts that were not in memory are what cannot be undercut. torch's
-kernels give float32 other last bits where a weight is aligned to 8 bytes only, as transformers maps it from most files: so logits
-are compared with those of weights that transformers maps, and of the same weights in memory of torch's.
+All contenders decode the same tokens (words as frequent as Zipf says) and take turns, each in a process of its own, in a
+control group with a memory limit, with nothing of its files in the page cache. "store" and "in place" are deepnvme's streams,
+which read all experts, a layer at a time, since there is no memory to read another ahead; "accelerate" is transformers' loading
+with everything offloaded to the disk; "airllm" is AirLLM. The store is built without the limit, and accelerate has it once its
+model is loaded: it is killed otherwise. "in memory" has no limit: its time and the drive's time for the bytes of chosen experts
+that were not in memory are what cannot be undercut. torch's kernels give float32 other last bits where a weight is aligned to 8
+bytes only, as transformers maps it from most files: so logits are compared with those of weights that transformers maps, and of
+the same weights in memory of torch's.
 
 Needs transformers, safetensors and accelerate; and root, for the limit. The checkpoint has 8.5 GB. So have, each, the store and
 what accelerate and AirLLM write: --contender, given several times, chooses some of them.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -75,7 +78,7 @@ def load(options: argparse.Namespace) -> Any:
     """Return the model as the contender has it."""
     import transformers
 
-    folder, budget = options.dir / "checkpoint", options.budget * 10**6
+    folder = options.dir / "checkpoint"
     if options.worker == "airllm":
         from airllm import AutoModel
 
@@ -87,8 +90,10 @@ def load(options: argparse.Namespace) -> Any:
         if options.worker == "accelerate":
             where = {"device_map": {"": "disk"}, "offload_folder": options.dir / "accelerate"}
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **where).eval().requires_grad_(False)
+    if options.worker == "experts":
+        return deepnvme.streaming.from_pretrained(folder, memory_budget=options.budget * 10**6)
     how: dict[str, Any] = {"store": {"path": options.dir / "store", "progress": False}, "in place": {"experts": "streamed"}}
-    return deepnvme.streaming.from_pretrained(folder, memory_budget=budget, **how.get(options.worker, {}))
+    return deepnvme.streaming.from_pretrained(folder, prefetch=0, **how[options.worker])
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -99,10 +104,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode():  # what comes with the first use of torch and transformers is nobody's memory
         small = transformers.OlmoeConfig(hidden_size=64, intermediate_size=32, num_hidden_layers=1, vocab_size=64)
         transformers.OlmoeForCausalLM(small)(torch.ones((1, 1), dtype=torch.long))
-    drop_pages([path for folder in options.dir.iterdir() for path in folder.rglob("*") if path.is_file()])
+    drop_files(options)
     forget_peak()
     before = peak()
     model = load(options)
+    if options.limited_by:
+        drop_files(options)
+        options.limited_by.write_text(str(os.getpid()))
     experts = model.streaming.experts if options.worker == "experts" else None
     torch.manual_seed(1)
     words = torch.multinomial(torch.tensor(zipf(WORDS)), options.warm + options.tokens, replacement=True) + 7
@@ -132,6 +140,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model.streaming.close()
         figures["limit"] = drive_seconds(options.dir / "checkpoint", report.bytes_missed) / options.tokens
     return figures
+
+
+def drop_files(options: argparse.Namespace) -> None:
+    """Drop the page cache of all contenders' files."""
+    drop_pages([path for folder in options.dir.iterdir() for path in folder.rglob("*") if path.is_file()])
 
 
 def decoded(model: Any, words: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -195,6 +208,9 @@ def measured(options: argparse.Namespace, contender: str) -> dict[str, Any] | No
     command = [sys.executable, __file__, *sys.argv[1:], "--dir", str(options.dir), "--worker", contender, *slow]
     with contextlib.ExitStack() as stack:
         limited = [] if contender == "in memory" else stack.enter_context(memory_limit(options.memory * 10**6))
+        if contender == "accelerate":
+            command += ["--limited-by", limited.pop()]
+            limited.clear()
         ended = subprocess.run([*limited, *command], capture_output=True, text=True)
     if ended.returncode:
         last_words = "".join(ended.stderr.strip().splitlines()[-1:])
@@ -246,6 +262,7 @@ def main() -> None:
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="all of them by default")
     parser.add_argument("--keep", action="store_true", help="leave the files in --dir, and use those that a run has left there")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--limited-by", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(run(options)))

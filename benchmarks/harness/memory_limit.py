@@ -16,13 +16,15 @@ _GROUPS = Path("/sys/fs/cgroup")
 def memory_limit(nbytes: int) -> Iterator[list[str]]:
     """Yield the beginning of a command line whose processes have at most so much memory, their page cache included.
 
+    Its last word is the file into which a running process writes its number to be limited from then on.
+
     Raises OSError where no control group with a limit can be made: that takes root, and a controller for memory.
     """
     parent, field = _parent()
     group = Path(tempfile.mkdtemp(prefix="benchmark-", dir=parent))
     try:
         (group / field).write_text(str(nbytes))
-        yield ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh"]
+        yield ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
     finally:
         for _ in range(50):
             with contextlib.suppress(OSError):  # its last process is still ending

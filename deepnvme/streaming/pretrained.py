@@ -147,21 +147,7 @@ def from_pretrained(
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
-    if kv_offload not in (None, "nvme"):
-        raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
-    if path is None and (quantize or kv_offload):
-        what = "quantize" if quantize else "kv_offload"
-        raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
-    if path is not None:
-        check_no_table_bytes(min_table_bytes)
-    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
-        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
-    for option in _REFUSED:
-        if option in options:
-            why = f"places the weights itself, and streams them as they are: it does not take {option}"
-            raise TypeError(f"from_pretrained {why}; see memory_budget= and device=")
-    if model_class is not None and not isinstance(model_class, type):
-        raise TypeError(f"model_class must be a class, such as transformers.LlamaForCausalLM, got {model_class!r}")
+    _check_arguments(path, min_table_bytes, quantize, kv_offload, experts, model_class, options)
     transformers = _transformers()
     name = _checked_name(name_or_path, options)
     config = _config(transformers, name, options)
@@ -205,6 +191,28 @@ def from_pretrained(
                 streamed.close()
         raise
     return model
+
+
+def _check_arguments(
+    path: object, min_table_bytes: ByteCount | None, quantize: str | None, kv_offload: str | None, experts: str | None,
+    model_class: object, options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError if arguments of :func:`from_pretrained` are wrong or exclude one another."""
+    if kv_offload not in (None, "nvme"):
+        raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
+    if path is None and (quantize or kv_offload):
+        what = "quantize" if quantize else "kv_offload"
+        raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
+    if path is not None:
+        check_no_table_bytes(min_table_bytes)
+    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
+        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
+    for option in _REFUSED:
+        if option in options:
+            why = f"places the weights itself, and streams them as they are: it does not take {option}"
+            raise TypeError(f"from_pretrained {why}; see memory_budget= and device=")
+    if model_class is not None and not isinstance(model_class, type):
+        raise TypeError(f"model_class must be a class, such as transformers.LlamaForCausalLM, got {model_class!r}")
 
 
 def _transformers() -> Any:
@@ -418,7 +426,8 @@ def _streamed_in_place(
             first = min(budget, memory_of_blocks(store))
             on_host = budget_bytes(memory_budget, "memory_budget")
             offloaded.set_memory_budget(min(budget - first, on_host))
-            memory_budget = first
+            if first < budget:  # otherwise it stays "auto" where it is, which may hold no extent
+                memory_budget = first
         undo.callback(end_stream_of, model)
         stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor

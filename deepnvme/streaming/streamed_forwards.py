@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.streaming.extent_memory import ViewsKept
 
 from .access_predictor import AccessPredictor
 from .extent_cache import ExtentCache
@@ -170,8 +171,8 @@ class StreamedForwards:
     def _bind_weights(self, block: str, extents: tuple[str, ...]) -> None:
         """Wait until a block's extents are in memory, and put their weights into the modules.
 
-        Raises RuntimeError if there is no memory for them, or if other code has changed, moved or cast the weights since
-        their last use.
+        Raises RuntimeError if views keep all memory, or if other code has changed, moved or cast the weights since their last
+        use; OutOfBuffers if the system has too little memory.
         """
         wanted = [extent for extent in extents if extent not in self._in_use]
         if not wanted:
@@ -199,8 +200,10 @@ class StreamedForwards:
             return {}
         try:
             memories = self._cache.acquire(extents, self._order.predict())
-        except OutOfBuffers as error:
+        except ViewsKept as error:
             raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
+        except OutOfBuffers as error:
+            raise OutOfBuffers(f"no memory for the weights of {block!r}: {error}; a smaller prefetch needs less, too") from error
         return dict(zip(extents, memories, strict=True))
 
     def _leave(self, depth: int) -> list[str]:

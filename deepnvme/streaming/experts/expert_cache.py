@@ -13,8 +13,7 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, State
 from deepnvme.cache.block_cache import BlockCache, Use
-from deepnvme.memory.pool import OutOfBuffers
-from deepnvme.streaming.extent_memory import PinnedSlots
+from deepnvme.streaming.extent_memory import PinnedSlots, ViewsKept
 
 from .expert_reader import ExpertBlock, ExpertReader, explain
 
@@ -68,7 +67,7 @@ class ExpertCache:
 
         Raises:
             OSError: If reading fails. The message names layer, expert and offset; ``filename`` is the file.
-            OutOfBuffers: If views of weights keep all memory. The message says what to do.
+            OutOfBuffers: If views of weights keep all memory, or the system has too little. The message says what to do.
         """
         self.end_use()
         self._used = block  # before the use begins: after an interrupt, it may have begun or not
@@ -76,8 +75,8 @@ class ExpertCache:
             self._cache.acquire([block])
         except OSError as error:
             raise explain(error, block.part) from error
-        except OutOfBuffers as error:
-            raise OutOfBuffers(f"{error}: {_REMEDY}") from error
+        except ViewsKept as error:
+            raise ViewsKept(f"{error}: {_REMEDY}") from error
         finally:
             self._reader.record_ended()
         memory = block.memory.buffer
