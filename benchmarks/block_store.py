@@ -84,8 +84,14 @@ class Store:
 
     def __init__(self, path: Path, pool: torch.Tensor, nbytes: int) -> None:
         self.store = BlockStore(path, nbytes, pool.shape[1])
-        self.pool, self.round = pool, ""
-        run(self.put, range(nbytes // pool.shape[1] // JOB + 1), 4)
+        self.pool, self.jobs, self.round = pool, nbytes // pool.shape[1] // JOB + 1, ""
+
+    def refill(self, name: str) -> None:
+        """Begin a round: have the store full of blocks that nobody will ask for."""
+        self.store.clear()
+        self.round = f"before {name}"
+        run(self.put, range(self.jobs), 4)
+        self.round = name
 
     def _keys(self, job: int) -> list[bytes]:
         return [b"%s-%d-%d" % (self.round.encode(), job, each) for each in range(JOB)]
@@ -133,7 +139,7 @@ def rates(folder: Path, block: int, nbytes: int, rounds: int) -> Iterator[str]:
     for under_way in (1, 8):
         taken: dict[tuple[str, str], list[dict[str, float]]] = {}
         for number in range(rounds):
-            store.round = f"{under_way}-{number}"
+            store.refill(f"{under_way}-{number}")
             order: list[tuple[str, EngineFile | Fio | Store]] = [*others.items(), ("store", store)]
             for direction in ("put", "get"):
                 shuffled = random.Random(number).sample(range(jobs), jobs) if direction == "get" else range(jobs)

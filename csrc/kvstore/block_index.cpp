@@ -128,34 +128,33 @@ std::span<BlockIndex::Evicted> BlockIndex::bucket_of(const KeyHash& key) noexcep
     return std::span(evicted_).subspan(scaled(key.low, evicted_.size() / kBucket) * kBucket, kBucket);
 }
 
-// Instead of the key that was evicted longest ago, of those that could be in the same places: of the first queue, if more of it are
-// remembered than the second queue has slots.
-void BlockIndex::remember(const KeyHash& key, Queue queue) noexcept {
-    clock_ = (clock_ + 1) & kClock;
-    const Queue less_useful = queues_[kOnce].remembered + queues_[kOnce].size > slots() ? kOnce : kOften;
-    const auto age = [&](const Evicted& each) -> std::uint64_t {
-        if (each.stamp == kNever) return UINT64_MAX;
-        return ((clock_ - each.stamp) & kClock) + (each.queue() == less_useful ? std::uint64_t{1} << 32 : 0);
-    };
-    Evicted& oldest = *std::ranges::max_element(bucket_of(key), {}, age);
-    forget(oldest);
-    oldest = {static_cast<std::uint32_t>(key.high), clock_ | (queue == kOften ? kClock + 1 : 0)};
-    ++queues_[queue].remembered;
+// How many evictions from the same queue came after it.
+std::uint32_t BlockIndex::age(const Evicted& evicted) const noexcept {
+    return (queues_[evicted.queue()].evictions - evicted.stamp) & kClock;
 }
 
-void BlockIndex::forget(Evicted& evicted) noexcept {
-    if (evicted.stamp != kNever) --queues_[evicted.queue()].remembered;
-    evicted = {};
+// How many keys evicted from a queue count: as many as its blocks leave of the slots.
+std::uint64_t BlockIndex::remembered(Queue queue) const noexcept {
+    return std::min<std::uint64_t>(queues_[queue].evictions, slots() - queues_[queue].size);
+}
+
+// Instead of the oldest, of the keys that could be in the same places.
+void BlockIndex::remember(const KeyHash& key, Queue queue) noexcept {
+    std::uint32_t& evictions = queues_[queue].evictions;
+    evictions = (evictions + 1) & kClock;
+    Evicted& oldest = *std::ranges::max_element(bucket_of(key), {}, [this](const Evicted& each) { return each.stamp == kNever ? kClock : age(each); });
+    oldest = {static_cast<std::uint32_t>(key.high), evictions | (queue == kOften ? kClock + 1 : 0)};
 }
 
 // Where a new block goes: to those used often, if it is remembered. The queue that it was evicted from should have been longer.
 BlockIndex::Queue BlockIndex::queue_for(const KeyHash& key) noexcept {
     for (Evicted& each : bucket_of(key)) {
         if (each.stamp == kNever || each.fingerprint != static_cast<std::uint32_t>(key.high)) continue;
-        const std::uint64_t once = queues_[kOnce].remembered, often = queues_[kOften].remembered;
+        if (age(each) >= remembered(each.queue())) return kOnce;
+        const std::uint64_t once = std::max<std::uint64_t>(remembered(kOnce), 1), often = std::max<std::uint64_t>(remembered(kOften), 1);
         if (each.queue() == kOnce) target_ = std::min<std::uint64_t>(target_ + std::max<std::uint64_t>(often / once, 1), slots());
         else target_ -= std::min(target_, std::max<std::uint64_t>(once / often, 1));
-        forget(each);
+        each = {};
         return kOften;
     }
     return kOnce;

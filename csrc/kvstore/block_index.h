@@ -108,7 +108,7 @@ private:
     };
     static_assert(sizeof(Entry) == 40);
 
-    // An evicted key: 32 bits of its hash; the time, in evictions; and in bit 31 the queue.
+    // An evicted key: 32 bits of its hash; the evictions of its queue until then; and in bit 31 the queue.
     struct Evicted {
         std::uint32_t fingerprint = 0, stamp = kNever;
         Queue queue() const noexcept { return stamp > kClock ? kOften : kOnce; }
@@ -119,7 +119,7 @@ private:
     struct Ends {
         Slot first = kNoSlot, last = kNoSlot;
         std::uint64_t size = 0;
-        std::uint64_t remembered = 0;  // keys evicted from the queue
+        std::uint32_t evictions = 0;  // but for the last bit
     };
 
     std::size_t home_of(const KeyHash& key) const noexcept { return scaled(key.high, table_.size()); }
@@ -135,13 +135,13 @@ private:
     void remember(const KeyHash& key, Queue queue) noexcept;
     Queue queue_for(const KeyHash& key) noexcept;
     std::span<Evicted> bucket_of(const KeyHash& key) noexcept;
-    void forget(Evicted& evicted) noexcept;
+    std::uint32_t age(const Evicted& evicted) const noexcept;
+    std::uint64_t remembered(Queue queue) const noexcept;
 
     std::vector<Entry> entries_;
     std::vector<Slot> table_;
     std::vector<Evicted> evicted_;
     Ends queues_[2];
-    std::uint32_t clock_ = 0;   // evictions, but for the last bit
     std::uint64_t target_ = 0;  // slots that the first queue may have
     Slot free_ = kNoSlot;       // the first of the free slots
     std::uint64_t used_ = 0, pinned_ = 0, set_aside_ = 0, evictions_ = 0;
