@@ -31,7 +31,7 @@ class AsyncIOBuilder(OpBuilder):
 
     def sources(self) -> list[str]:
         """Files to compile, relative to the directory that holds ``csrc``: all of ``csrc`` but the gds op's own."""
-        return self._sources("core", "engine", "checkpoint", "quantization", "tables", "bindings", without={"gds.cpp"})
+        return self._sources("core", "engine", "checkpoint", "kvstore", "quantization", "tables", "bindings", without={"gds.cpp"})
 
     @staticmethod
     def _sources(*parts: str, without: set[str]) -> list[str]:

@@ -10,7 +10,7 @@ from . import cuda
 from .async_io import AsyncIOBuilder
 
 _CUFILE = "libcufile.so.0"
-_BOUND_BY_ASYNC_IO = ("checkpoint", "engine", "memory", "quantization", "tables")
+_BOUND_BY_ASYNC_IO = ("checkpoint", "engine", "kvstore", "memory", "quantization", "tables")
 """Parts of async_io, a file of bindings each, that this op lacks."""
 
 

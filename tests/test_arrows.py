@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": ENGINE | {"memory"},
     "store": STORE,
     "tables": TABLES,
+    "kvstore": STORE,
     "offload.pinned_arena": STORE,
     "states": STORE,
     "offload.options": TRANSFER,

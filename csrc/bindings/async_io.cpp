@@ -52,6 +52,7 @@ NB_MODULE(DEEPNVME_EXTENSION_NAME, module) {
     bind_engine(module);
     bind_handle(module);
     bind_checkpoint(module);
+    bind_kvstore(module);
     bind_memory(module);
     bind_quantization(module);
     bind_tables(module);

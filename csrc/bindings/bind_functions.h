@@ -21,6 +21,7 @@ void bind_handle(nb::module_& module);
 
 // What the package has compiled besides I/O, each a submodule of its own: nothing of it is in DeepSpeed's contract.
 void bind_checkpoint(nb::module_& module);
+void bind_kvstore(nb::module_& module);
 void bind_memory(nb::module_& module);
 void bind_quantization(nb::module_& module);
 void bind_tables(nb::module_& module);

@@ -291,6 +291,11 @@ Engine& Session::engine() const {
     return *engine_;
 }
 
+std::shared_ptr<Engine> Session::shared_engine() const {
+    check_process();
+    return engine_;
+}
+
 nb::dict Session::stats() const {
     const Statistics now = engine().statistics();
     nb::dict stats;

@@ -39,6 +39,8 @@ public:
     bool usable_here() const noexcept { return engine_->usable_here(); }
     // Throws std::runtime_error in a forked child, where even asking could hang on a lock.
     Engine& engine() const;
+    // For C++ that starts transfers of its own, and keeps their memory.
+    std::shared_ptr<Engine> shared_engine() const;
 
     // `target`: a path or an OpenFile; for write_descriptor, an open file descriptor.
     std::shared_ptr<Pending> transfer(Direction direction, nb::handle tensor, nb::handle target, std::int64_t offset,

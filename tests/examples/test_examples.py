@@ -93,6 +93,21 @@ def test_a_model_of_clicks_is_trained_from_tables_on_the_drive_as_in_memory(driv
     assert list(drive.iterdir()) == []
 
 
+def test_agents_get_the_same_answers_with_their_keys_and_values_on_the_drive(drive: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
+    options = ["--agents", 4, "--requests", 20, "--width", 128, "--layers", 2, "--memory", 10, "--capacity", "32MB"]
+    printed = run("serve_from_drive.py", *options, "--dir", drive, "--plot", tmp_path / "serve.png")
+    assert "20 answers, every one the same" in printed
+    rows = re.findall(r"│ (?:memory only|with the drive) +│ +(\d+) +│ +(\d+) +│ +(\d+) ", printed)
+    (_, none, computed), (_, on_drive, still_computed) = (tuple(map(int, row)) for row in rows)
+    assert none == 0 < on_drive
+    assert still_computed < computed
+    assert ", 0 corrupt" in printed
+    assert (tmp_path / "serve.png").read_bytes()[1:4] == b"PNG"
+    assert list(drive.iterdir()) == []
+
+
 @pytest.mark.parametrize(("mode", "given"), [("full", ()), ("lora", ("--quantize", "int4"))], ids=["full", "quantised lora"])
 def test_a_model_is_fine_tuned_in_a_quarter_of_its_memory_as_without_a_limit(
     drive: Path, tmp_path: Path, mode: str, given: tuple[str, ...]

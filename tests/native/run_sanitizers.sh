@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compile the stress programs of the engine and of tables under AddressSanitizer (with UndefinedBehaviorSanitizer) and under ThreadSanitizer, and run both.
+# Compile the stress programs of the engine, of tables and of blocks by key under AddressSanitizer (with UndefinedBehaviorSanitizer) and under ThreadSanitizer, and run them.
 # usage: run_sanitizers.sh [DIRECTORY for its files; default: a temporary one beside the sources]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -20,6 +20,9 @@ for sanitizer in address,undefined thread; do
         -o "$work/$sanitizer/stress"
     "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all "$root"/csrc/tables/*.cpp "$root/tests/native/table_stress.cpp" \
         -o "$work/$sanitizer/table_stress"
+    "${CXX:-c++}" "${flags[@]}" "-fsanitize=$sanitizer" -fno-sanitize-recover=all "$root"/csrc/kvstore/*.cpp "$root/tests/native/kv_stress.cpp" \
+        $(ls "$work/$sanitizer"/*.o | grep -v /stress.o) "$driver" -Xlinker -rpath -Xlinker "$work/$sanitizer" -ldl -o "$work/$sanitizer/kv_stress"
     TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/table_stress"
+    TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/kv_stress" "$work"
     TSAN_OPTIONS="halt_on_error=1" ASAN_OPTIONS="detect_leaks=1" "$work/$sanitizer/stress" "$work"
 done

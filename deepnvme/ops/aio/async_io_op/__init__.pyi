@@ -1,6 +1,6 @@
 """What the compiled ``async_io`` op offers: the engine, and DeepSpeed's handle. The implementation is ``csrc/bindings``.
 
-The submodules ``checkpoint``, ``memory``, ``quantization`` and ``tables`` hold what has nothing to do with transfers, and is
+The submodules ``checkpoint``, ``kvstore``, ``memory``, ``quantization`` and ``tables`` hold what DeepSpeed does not have, and is
 compiled for its speed. ``deepnvme.ops.load_async_io`` returns the op.
 
 Every method here releases the GIL while it waits or makes a system call.
@@ -17,6 +17,7 @@ from deepnvme.engine import AnySource
 from deepnvme.engine import File as AnyFile
 
 from . import checkpoint as checkpoint
+from . import kvstore as kvstore
 from . import memory as memory
 from . import quantization as quantization
 from . import tables as tables
