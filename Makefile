@@ -52,7 +52,7 @@ check: lint
 in-order := --dist loadfile --no-loadscope-reorder
 in-parallel := -n 3 $(in-order)
 programs := tests/benchmarks tests/examples tests/faults/test_torture.py $(wildcard tests/integrations/test_transformers*.py) \
-    tests/test_docs.py tests/test_packaging.py tests/test_tutorials.py
+    tests/test_docs.py tests/test_packaging.py
 
 test: $(VENV)/installed-for-tests
 	$(python) -m pytest $(in-parallel) $(programs:%=--ignore=%)

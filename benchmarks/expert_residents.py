@@ -3,7 +3,8 @@
     python benchmarks/expert_residents.py
 
 Prints, for each trace and capacity, the share of the chosen experts that each policy has in memory when they are chosen, and that
-of the best fixed choice: the experts that the whole trace uses most, in memory from the beginning. Needs no drive and no model.
+of the best fixed choice: the experts that the whole trace uses most, in memory from the beginning. One trace is of
+a mixture of random weights, for which it needs transformers; the others are drawn. Needs no drive.
 """
 
 from __future__ import annotations
@@ -57,6 +58,26 @@ def repeated(tokens: int, words: int, shuffled: random.Random) -> Trace:
         chosen = routes[word][layer] if shuffled.random() > 0.1 else draw(shuffled, popular[layer])
         trace += [(layer, expert) for expert in chosen]
     return trace
+
+
+def random_mixture(tokens: int, words: int, seed: int) -> Trace:
+    """What the routers of a mixture of random weights choose for words as frequent as Zipf says. Needs transformers."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.OlmoeConfig(
+        num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, vocab_size=words, **sizes
+    )
+    model = transformers.OlmoeForCausalLM(config).eval()
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    found: list[list[list[int]]] = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: found.append(args[1].sort().values.tolist()))
+    with torch.inference_mode():
+        model(torch.multinomial(torch.tensor(zipf(words)), tokens, replacement=True).view(1, -1), use_cache=False)
+    return [(layer, expert) for token in range(tokens) for layer, chosen in enumerate(found) for expert in chosen[token]]
 
 
 def lru(trace: Trace, capacity: int) -> int:
@@ -150,6 +171,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         "a topic each 300 tokens": independent(options.tokens, 300, shuffled),
         "a topic each 60 tokens": independent(options.tokens, 60, shuffled),
         "text that repeats": repeated(options.tokens, 500, shuffled),
+        "a random mixture": random_mixture(options.tokens, 500, options.seed),
     }
     print(f"{'trace':26}{'memory':>8}" + "".join(f"{name:>11}" for name in POLICIES))
     for (name, trace), share in itertools.product(traces.items(), (0.1, 0.3, 0.6)):

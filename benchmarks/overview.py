@@ -36,7 +36,7 @@ ROWS = (
     Row("save a state to stable storage", "torch.save and fsync", "checkpoint", r"save, times as fast: deepnvme / torch"),
     Row("the same", "safetensors", "checkpoint", r"save, times as fast: deepnvme / safetensors"),
     Row("load it, not cached", "torch.load", "checkpoint", r"load, times as fast: deepnvme / torch"),
-    Row("the same", "safetensors", "checkpoint", r"load, times as fast: deepnvme / safetensors"),
+    Row("load a safetensors file", "safetensors", "checkpoint", r"load, times as fast: deepnvme safetensors / safetensors"),
     Row(
         "forward pass, weights on the drive", "accelerate's disk_offload", "streaming",
         r"forward pass of .*, times as fast: deepnvme / accelerate's disk_offload",

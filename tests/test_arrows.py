@@ -62,7 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "streaming.merged_weights": STREAMING | {"streaming.weights"},
     "streaming.located_weights": STREAMING | {"streaming.weights", "streaming.merged_weights"},
     "streaming.experts": STREAMING | PARTS_OF_A_STREAM | {"streaming.weights"} | LOCATING,
-    "streaming": STREAMING | PARTS_OF_A_STREAM | LOCATING | {"streaming.weights", "streaming.kv", "streaming.experts"},
+    "streaming": STREAMING  # a model may have tables
+    | PARTS_OF_A_STREAM
+    | LOCATING
+    | {"streaming.weights", "streaming.kv", "streaming.experts", "tables"},
     "integrations": INTEGRATIONS,
     "integrations.deepspeed.io": ENGINE | {"memory"},
     "integrations.deepspeed.swap_tensor": CHECKPOINT,

@@ -188,6 +188,7 @@ PACKAGES = (
     "deepnvme.integrations.accelerate",
     "deepnvme.integrations.deepspeed",
     "deepnvme.integrations.metrics",
+    "deepnvme.integrations.safetensors",
     "deepnvme.integrations.tensornvme",
     "deepnvme.integrations.transformers",
     "deepnvme.ops.op_builder",

@@ -28,12 +28,12 @@ class Library:
 
     save: Callable[[State, Path], None]
     load: Callable[[Path, State], State]
-    """Given the state too, for those that have to be told the shapes."""
+    """Given the state too, for those that have to be told the shapes: its tensors may be on the meta device."""
 
 
-def transformer(width: int, layers: int, vocabulary: int) -> State:
-    """The parameters of one, in bfloat16, with values of no meaning."""
-    state: State = {"embedding.weight": _made(vocabulary, width)}
+def transformer(width: int, layers: int, vocabulary: int, device: str = "cpu") -> State:
+    """The parameters of one, in bfloat16, with values of no meaning; or, on the meta device, only their shapes."""
+    state: State = {"embedding.weight": _made(device, vocabulary, width)}
     for layer in range(layers):
         for name, shape in (
             ("attention.in.weight", (3 * width, width)),
@@ -43,12 +43,14 @@ def transformer(width: int, layers: int, vocabulary: int) -> State:
             ("norm1.weight", (width,)),
             ("norm2.weight", (width,)),
         ):
-            state[f"layers.{layer}.{name}"] = _made(*shape)
+            state[f"layers.{layer}.{name}"] = _made(device, *shape)
     return state
 
 
-def _made(*shape: int) -> torch.Tensor:
+def _made(device: str, *shape: int) -> torch.Tensor:
     """A tensor of random values."""
+    if device == "meta":
+        return torch.empty(shape, dtype=_VALUES.dtype, device=device)
     # Random bytes repeated: no drive or file system finds them easier, and they cost no minutes.
     numel = int(torch.Size(shape).numel())
     return _VALUES.repeat(-(-numel // _VALUES.numel()))[:numel].clone().view(shape)
@@ -81,6 +83,12 @@ def _sync(path: Path) -> None:
 
 def _ours() -> Library:
     return Library(deepnvme.save, lambda path, _: deepnvme.load(path))
+
+
+def _our_safetensors() -> Library:
+    import deepnvme.safetensors
+
+    return Library(deepnvme.safetensors.save_file, lambda path, _: deepnvme.safetensors.load_file(path))
 
 
 def _raw() -> Library:
@@ -154,7 +162,7 @@ def _dcp(writer: Callable[[Path], Any], reader: Callable[[Path], Any]) -> Librar
             dcp.save(state, storage_writer=writer(path))
 
     def load(path: Path, state: State) -> State:
-        found = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
         with _quiet():
             dcp.load(found, storage_reader=reader(path))
         return found
@@ -184,6 +192,7 @@ def _quiet() -> Any:
 
 _MAKERS: Mapping[str, Callable[[], Library]] = {
     "deepnvme": _ours,
+    "deepnvme safetensors": _our_safetensors,
     "raw": _raw,
     "torch": _torch,
     "safetensors": _safetensors,

@@ -1,4 +1,4 @@
-// Weights of a few bits: what deepnvme/model/quantization.py defines by a formula, bit for bit.
+// Weights of a few bits: what deepnvme/model/quantization.py and fp8.py define by a formula, bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@ namespace deepnvme {
 enum class Scheme : std::uint8_t {
     int8,  // a float32 scale for each row, then a byte for each value
     int4,  // a bfloat16 scale and minimum for each group of a row, then half a byte for each value
+    fp8,   // e4m3fn, as checkpoints have it: a float32 scale for each block of a grid. Only read
 };
 enum class FloatType : std::uint8_t { float32, float16, bfloat16 };
 
@@ -25,6 +26,8 @@ struct Matrix {
     std::byte* values;
     std::byte* scales;
     std::byte* codes;
+    std::uint64_t block_rows = 0;     // of fp8: rows and columns that share a scale; the last blocks may be smaller
+    std::uint64_t block_columns = 0;
 };
 
 constexpr std::uint64_t groups_of(std::uint64_t columns) { return (columns + kGroup - 1) / kGroup; }
@@ -32,11 +35,11 @@ constexpr std::uint64_t groups_of(std::uint64_t columns) { return (columns + kGr
 // Of a group of int4, of `count` values: byte j has value j in its low half and value j + half_of(count) in its high one.
 constexpr std::uint64_t half_of(std::uint64_t count) { return (count + 1) / 2; }
 
-// Bytes of a row's codes.
+// Bytes of a row's codes, of int8 and int4.
 constexpr std::uint64_t row_of_codes(Scheme scheme, std::uint64_t columns) {
     return scheme == Scheme::int8 ? columns : columns / kGroup * (kGroup / 2) + half_of(columns % kGroup);
 }
-// Bytes of a row's scales.
+// Bytes of a row's scales, of int8 and int4.
 constexpr std::uint64_t row_of_scales(Scheme scheme, std::uint64_t columns) {
     return scheme == Scheme::int8 ? sizeof(float) : groups_of(columns) * 2 * sizeof(std::uint16_t);
 }

@@ -57,6 +57,38 @@ DEEPNVME_INLINE void dequantize_int4(const std::byte* codes, const std::byte* sc
     }
 }
 
+// One row. `scales` has one for each `block` values.
+template <class Type>
+DEEPNVME_INLINE void dequantize_fp8(const std::byte* codes, const std::byte* scales, std::byte* values, std::uint64_t count, std::uint64_t block) {
+    for (std::uint64_t left = count; left > 0;) {
+        const std::uint64_t group = std::min(left, block);
+        const float stored = load<float>(scales);
+        // Rounding to 16 bits would carry out of other NaNs.
+        const float scale = stored == stored ? stored : bits<float>(std::uint32_t{0x7fc00000});
+        const auto scaled = [&](const Bytes& taken) __attribute__((always_inline)) {
+            const Sixteen found = floats_of_fp8(taken);
+            return Sixteen{found.even * scale, found.odd * scale};
+        };
+        std::uint64_t at = 0;
+        for (; at + kWidth <= group; at += kWidth) Type::pack(scaled(load<Bytes>(codes + at)), values + at * Type::kSize);
+        if (at < group) pack_part<Type>(scaled(load_part(codes + at, group - at)), values + at * Type::kSize, group - at);
+        codes += group;
+        scales += sizeof(float);
+        values += group * Type::kSize;
+        left -= group;
+    }
+}
+
+template <class Type>
+DEEPNVME_INLINE void dequantize_fp8_rows(const Matrix& matrix, std::uint64_t begin, std::uint64_t end) {
+    const std::uint64_t columns = matrix.columns, block = matrix.block_columns;
+    const std::uint64_t stride = (columns + block - 1) / block * sizeof(float);
+    for (std::uint64_t row = begin; row < end; ++row) {
+        const std::byte* scales = matrix.scales + row / matrix.block_rows * stride;
+        dequantize_fp8<Type>(matrix.codes + row * columns, scales, matrix.values + row * columns * Type::kSize, columns, block);
+    }
+}
+
 template <class Type, class Each>
 DEEPNVME_INLINE void for_each_sixteen(const std::byte* values, std::uint64_t count, Each each) {
     std::uint64_t at = 0;
@@ -161,6 +193,7 @@ DEEPNVME_INLINE bool quantize_int4(const std::byte* values, std::byte* scales, s
 
 template <class Type>
 DEEPNVME_INLINE void dequantize_rows(const Matrix& matrix, std::uint64_t begin, std::uint64_t end) {
+    if (matrix.scheme == Scheme::fp8) return dequantize_fp8_rows<Type>(matrix, begin, end);
     const std::uint64_t scales = row_of_scales(matrix.scheme, matrix.columns), codes = row_of_codes(matrix.scheme, matrix.columns);
     const std::uint64_t values = matrix.columns * Type::kSize;
     for (std::uint64_t row = begin; row < end; ++row) {

@@ -29,6 +29,10 @@ struct Sixteen {
     Floats even, odd;
 };
 
+struct Halves {
+    std::uint64_t first, second;
+};
+
 template <class To, class From>
 DEEPNVME_INLINE To bits(const From& from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -108,7 +112,8 @@ struct Float16 {
         const Words subnormal = bits<Words>(bits<Floats>(magnitude) + 0.5f) - 0x3f000000u;
         const Words overflow = magnitude >= 0x477ff000u;
         const Words tiny = magnitude < 0x38800000u;
-        return choose(overflow, Words{} + 0x7c00u, choose(tiny, subnormal, normal)) | ((words >> 16) & 0x8000u);
+        const Words not_a_number = (magnitude > 0x7f800000u) & 0x200u;
+        return choose(overflow, not_a_number | 0x7c00u, choose(tiny, subnormal, normal)) | ((words >> 16) & 0x8000u);
     }
     DEEPNVME_INLINE static void pack(const Sixteen& values, std::byte* to) {
         store<Words>(rounded(values.even) | (rounded(values.odd) << 16), to);
@@ -147,6 +152,25 @@ DEEPNVME_INLINE void store_part(const Bytes& codes, std::byte* to, std::uint64_t
 DEEPNVME_INLINE Sixteen floats_of(const Bytes& codes) {
     const auto wide = bits<Integers>(__builtin_convertvector(codes, Shorts));
     return {__builtin_convertvector((wide << 16) >> 16, Floats), __builtin_convertvector(wide >> 16, Floats)};
+}
+
+// Of e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity. No step has a subnormal float32, which a thread may be set to flush.
+DEEPNVME_INLINE Floats fp8_values(const Words& codes) {
+    const Words magnitude = codes & 0x7fu, normal = (magnitude << 20) + 0x3c000000u;
+    const auto subnormal = bits<Words>(bits<Floats>((magnitude << 20) + 0x3c800000u) - 0x1p-6f);
+    const Words finite = choose(magnitude < 8u, subnormal, normal);
+    return bits<Floats>(choose(magnitude == 0x7fu, Words{} + 0x7fc00000u, finite) | ((codes & 0x80u) << 24));
+}
+
+// Of sixteen codes, almost always all are normal numbers: then exponent and mantissa only move, which takes half the time.
+DEEPNVME_INLINE Sixteen floats_of_fp8(const Bytes& codes) {
+    const auto special = bits<Halves>(((codes & 0x78) == 0) | ((codes & 0x7f) == 0x7f));
+    const auto wide = bits<Integers>(__builtin_convertvector(codes, Shorts));
+    if ((special.first | special.second) != 0) [[unlikely]] return {fp8_values(bits<Words>(wide)), fp8_values(bits<Words>(wide) >> 16)};
+    const auto normal = [](const Integers& at_the_top) __attribute__((always_inline)) {
+        return bits<Floats>(((at_the_top >> 4) & static_cast<std::int32_t>(0x87f00000)) + 0x3c000000);
+    };
+    return {normal(wide << 24), normal(wide << 8)};
 }
 
 // To the nearest integer, to even between two, of numbers below 2**22.

@@ -17,7 +17,7 @@ from deepnvme.drives.profiles import create_engine, settings_for
 from deepnvme.engine import Engine, File, Future
 from deepnvme.files.replacing import with_filename
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.host import huge_pages, prefault
+from deepnvme.memory.host import huge_pages, populate_huge_pages, prefault
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.telemetry.progress import Progress, count_bytes
@@ -213,13 +213,20 @@ def read(placed: Sequence[FileSlice], path: Path, engine: Engine, pool: BufferPo
                     addresses.append(memory.data_ptr())
                     continue
                 data = flat_bytes(memory)
-                for at in range(0, nbytes, _REPORTED) or (0,):
-                    part = data[at : at + _REPORTED]
-                    if on_cpu:
-                        prefault(part.data_ptr(), part.numel())  # meanwhile the drive reads earlier pieces
+                for at in range(0, nbytes, _PART) or (0,):
+                    part = data[at : at + _PART]
+                    begin, size = part.data_ptr(), part.numel()
+                    if on_cpu and not populate_huge_pages(begin, size):  # meanwhile the drive reads earlier parts
+                        cut = range(0, size, _PIECE)
+                        places += [(offset + at + skip, min(_PIECE, size - skip)) for skip in cut]
+                        addresses += [begin + skip for skip in cut]
+                        continue
                     with _cut_off_is_damage(file):
                         alone.start(start, part, file, offset + at)
             for run, chunk, begin in read_small_pieces(places, file, engine, pool):
+                for index in run:
+                    if places[index][1] >= DIRECT_FROM:
+                        prefault(addresses[index], places[index][1])  # meanwhile the drive reads the next chunks
                 scatter([addresses[index] for index in run], [places[index] for index in run], chunk, begin)
                 ended(sum(places[index][1] for index in run))
             alone.result()
@@ -227,9 +234,13 @@ def read(placed: Sequence[FileSlice], path: Path, engine: Engine, pool: BufferPo
             alone.exception()  # nothing may be read into the memory after this returns
 
 
-_REPORTED = 64 << 20
+_PART = 8 << 20
 """Most bytes of one transfer. Larger tensors are read in several, so that progress is reported in between, and so that
-the drive reads one part while the pages of the next are allocated.
+the drive reads one part while the pages of the next are populated.
+"""
+_PIECE = 2 << 20
+"""Most bytes of a piece of a tensor on ordinary pages. Such pieces are read through chunks, which are on huge pages: a drive
+needs a segment for each ordinary page, so 1.5 GB took 1.2 s rather than 0.65 s.
 """
 
 

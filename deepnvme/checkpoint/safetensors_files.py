@@ -216,8 +216,22 @@ def load_model(
 
 def _load(path: str, device: torch.device, choose: Choice, engine: Engine, progress: Progress | None) -> dict[str, torch.Tensor]:
     """Load the chosen tensors of one file."""
+    return load_elements(path, choose(safetensors_header.read_header(path)), device, engine, progress)
+
+
+def load_elements(
+    path: str, entries: Mapping[str, Elements], device: torch.device, engine: Engine, progress: Progress | None
+) -> dict[str, torch.Tensor]:
+    """Load tensors that a header has described. Blocks. The errors are those of :func:`deepnvme.checkpoint.file_io.read`.
+
+    Args:
+        path: The file.
+        entries: Where each tensor is in the file, by name.
+        device: Where the tensors are loaded to.
+        engine: Engine that does the transfers.
+        progress: Called with (bytes read, bytes to read).
+    """
     direct = device if device.type == "cuda" else torch.device("cpu")
-    entries = choose(safetensors_header.read_header(path))
     storages = {name: _storage(entry, direct) for name, entry in entries.items()}
     read([FileSlice(entries[name].offset, storage) for name, storage in storages.items() if storage.nbytes()],
          path, engine, buffer_pool(), progress)  # fmt: skip

@@ -62,7 +62,8 @@ ALIGNMENT = 64
 _LEAST_NUMEL = 4096
 _LEAST_COLUMNS = 64
 _LARGEST = 2.0**126
-_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+FLOAT_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""Dtypes that native kernels dequantise to, with the names that the kernels have for them."""
 VALUES_AT_A_TIME = 1 << 22  # values dequantised at a time; torch needs some 12 bytes of temporary memory for each
 
 
@@ -147,7 +148,7 @@ def is_worth_quantizing(scheme: Scheme, shape: Sequence[int], dtype: torch.dtype
     Raises:
         ValueError: If the scheme is neither int8 nor int4.
     """
-    if dtype not in _TYPES or len(shape) < 2 or math.prod(shape) < _LEAST_NUMEL:
+    if dtype not in FLOAT_TYPES or len(shape) < 2 or math.prod(shape) < _LEAST_NUMEL:
         return False
     return QuantizedLayout.of(scheme, shape).nbytes < math.prod(shape) * dtype.itemsize
 
@@ -175,7 +176,7 @@ def quantize(
         TypeError: If ``weight`` or ``out`` has another dtype.
     """
     layout = QuantizedLayout.of(scheme, weight.shape)
-    if weight.dtype not in _TYPES:
+    if weight.dtype not in FLOAT_TYPES:
         raise TypeError(f"'{name}' is {weight.dtype}: float32, float16 and bfloat16 can be quantised")
     if out is None:
         out = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -183,7 +184,7 @@ def quantize(
     values = weight.detach().to("cpu").contiguous()
     out[layout.scales_nbytes : layout.codes_at].zero_()
     described = _described(layout, values, out, out, (0, layout.rows))
-    refused = load_async_io().quantization.quantize(described, _processors(threads))
+    refused = load_async_io().quantization.quantize(described, processors(threads))
     if refused is not None:
         raise ValueError(_refusal(name, values, layout, refused))
     return out
@@ -209,7 +210,7 @@ def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threa
         ValueError: If a shape, size or device is wrong. Nothing has been written then.
     """
     layout = QuantizedLayout.of(scheme, out.shape)
-    if out.dtype not in _TYPES:
+    if out.dtype not in FLOAT_TYPES:
         raise TypeError(f"out is {out.dtype}: float32, float16 and bfloat16 can be dequantised to")
     if source.device != out.device or not out.is_contiguous():
         raise ValueError(f"out must be contiguous and on {source.device}, got strides {out.stride()} on {out.device}")
@@ -220,7 +221,7 @@ def dequantize(scheme: Scheme, source: torch.Tensor, out: torch.Tensor, *, threa
     if out.data_ptr() < source.data_ptr() + source.nbytes and source.data_ptr() < out.data_ptr() + out.nbytes:  # they overlap
         scales, pieces = source[: layout.scales_nbytes].clone(), list(layout.pieces())
     described = [_described(layout, out, source, scales, rows) for rows in pieces]
-    load_async_io().quantization.dequantize(described, _processors(threads))
+    load_async_io().quantization.dequantize(described, processors(threads))
 
 
 def dequantize_with_torch(layout: QuantizedLayout, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -284,7 +285,7 @@ def _described(
         scales.data_ptr() + begin * (layout.scales_nbytes // max(1, layout.rows)),
         quantized.data_ptr() + layout.codes_at + begin * layout.row_of_codes,
     )
-    return (layout.scheme, _TYPES[values.dtype], end - begin, layout.columns, *where)
+    return (layout.scheme, FLOAT_TYPES[values.dtype], end - begin, layout.columns, *where)
 
 
 def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int) -> str:
@@ -296,7 +297,7 @@ def _refusal(name: str, values: torch.Tensor, layout: QuantizedLayout, row: int)
     return f"'{name}' holds {value} at {place}, and {layout.scheme} takes finite values up to 2**126: mend it, or do not quantise"
 
 
-def _processors(threads: int | None) -> int:
+def processors(threads: int | None) -> int:
     """Return the number of threads to use: ``threads``, or the number of processors if None. Raises ValueError below 1."""
     if threads is None:
         return len(os.sched_getaffinity(0))

@@ -77,7 +77,7 @@ class ExtentCache:
 
         Raises:
             OSError: The error of a read. No extent is acquired then.
-            OutOfBuffers: If views of released extents keep all memory. No extent is acquired then.
+            OutOfBuffers: If views of released extents keep all memory, or the system has too little. No extent is acquired then.
         """
         blocks = [self._blocks[key] for key in keys]
         self._cache.acquire(blocks, self._with_room(then, blocks))

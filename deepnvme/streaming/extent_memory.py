@@ -22,6 +22,10 @@ VIEW_DROP_WAIT_SECONDS = 0.5
 """Seconds to wait for other threads to drop their last references to the memory of weights."""
 
 
+class ViewsKept(OutOfBuffers):
+    """Tensors that somebody keeps take all the memory of slots."""
+
+
 class Slots(ABC):
     """Memory for the blocks of a :class:`deepnvme.cache.block_cache.BlockCache`: slots within a limit.
 
@@ -57,13 +61,13 @@ class Slots(ABC):
 
         All slots together may then have as many bytes as the limit (or as ``held`` and this block, if that is more), and those of
         one more such block, for memory that a view keeps. If even that is not enough, waits half a second for other threads and
-        the garbage collector to drop views. Raises OutOfBuffers if they do not.
+        the garbage collector to drop views. Raises ViewsKept if they do not, OutOfBuffers if the system has not enough memory.
         """
         deadline = time.monotonic() + VIEW_DROP_WAIT_SECONDS
         limit = max(self.limit, sum(memory.nbytes for memory in held) + block.nbytes) + block.nbytes
         while (slot := self.lease(block.nbytes, limit)) is None:
             if time.monotonic() > deadline:
-                raise OutOfBuffers(f"no memory to read {block.name!r} into: views are kept of all {limit} bytes")
+                raise ViewsKept(f"no memory to read {block.name!r} into: views are kept of all {limit} bytes")
             gc.collect()  # tracebacks keep what they saw, in cycles
             time.sleep(TRANSFER_POLL_SECONDS)
         return slot

@@ -10,7 +10,9 @@ import torch
 
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.lease import Transfer
+from deepnvme.model.fp8 import ScaledMatrices, dequantize_matrices, distance_fp8
 from deepnvme.model.quantization import QuantizedLayout, dequantize
+from deepnvme.model.structure import UNBLOCKED_EXTENT
 
 from .weights.extent_store import ExtentStore
 from .weights.manifest import Extent, Weight, layout_extent
@@ -81,11 +83,30 @@ class ExtentReader:
         if self._is_ready(extent):
             return
         start = self._starts[extent]
+        # First all scales, which values are going to overwrite.
+        scales = {weight.name: _scales(weight, memory[start:]) for weight in self._store.extents[extent].weights}
         for stored, ready in zip(self._store.extents[extent].weights, self.extents[extent].weights, strict=True):
-            if stored.scheme is None:
+            if stored.scales:
+                dequantize_matrices(stored.stored(memory[start:]), scales[stored.name], ready.view(memory), self._processors)
+            elif stored.scheme is None:
                 stored.copy(memory[start:], ready.view(memory))
             else:
                 dequantize(stored.scheme, stored.stored(memory[start:]), ready.view(memory), threads=self._processors)
+
+
+def memory_of_blocks(store: ExtentStore) -> int:
+    """Return the bytes of memory that all extents of blocks take together, as a memory budget counts them.
+
+    These are more bytes than the model's weights have: whole pages are read, and an extent keeps the memory that it is read
+    into, also if its weights are converted to a smaller dtype.
+    """
+    extents = [extent for name, extent in store.extents.items() if name != UNBLOCKED_EXTENT]
+    return sum(_start(extent, _dequantized(extent)) + extent.nbytes for extent in extents)
+
+
+def _scales(weight: Weight, memory: torch.Tensor) -> list[tuple[ScaledMatrices, torch.Tensor]]:
+    """Return copies of the scales of a weight's parts, if it is in FP8. ``memory``: the bytes of the extent."""
+    return [(each.matrices, each.float32(memory)) for each in weight.scales]
 
 
 def _dequantized(extent: Extent) -> Extent:
@@ -107,6 +128,9 @@ def _start(stored: Extent, ready: Extent) -> int:
 
 def _distance(stored: Weight, ready: Weight) -> int:
     """Return the least offset, in bytes, to read an extent at so that dequantising one weight overwrites no later one."""
+    if stored.scales:
+        parts = [each.matrices for each in stored.scales]
+        return ready.offset - stored.offset + distance_fp8(parts, stored.info.dtype.itemsize)
     if stored.scheme is None:
         return ready.end - stored.offset
     layout = QuantizedLayout.of(stored.scheme, stored.info.shape)

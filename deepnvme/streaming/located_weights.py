@@ -10,22 +10,21 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from deepnvme.checkpoint.file_io import Version, file_version
-from deepnvme.checkpoint.weight_locations import Location, weights_in
+from deepnvme.checkpoint.weight_locations import weights_in
 from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.telemetry.descriptions import shorten
 
 from .merged_weights import merged
-from .weights.checkpoint_weights import Place
+from .weights.places import Place
+from .weights.scales import with_scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def locate_weights(
-    kind: Any, name: str, options: Mapping[str, Any]
+    kind: Any, name: str, options: Mapping[str, Any], quantization: object = None
 ) -> tuple[PreTrainedModel, dict[str, Place], dict[str, Version]]:
     """Return a checkpoint's model, where the weights of the model lie, and the versions of the files. Blocks.
 
@@ -33,6 +32,7 @@ def locate_weights(
         kind: Class of the model; not an auto class.
         name: Name or path of the checkpoint.
         options: Options of transformers' ``from_pretrained``.
+        quantization: The ``quantization_config`` of a checkpoint in FP8; None for a checkpoint that is not quantised.
 
     Returns:
         (model, weights, versions): the model, whose parameters and persistent buffers are on the meta device; the locations of
@@ -40,8 +40,8 @@ def locate_weights(
 
     Raises:
         ValueError: If transformers rearranges weights while it loads them, other than by merging whole tensors; or if the
-            checkpoint lacks weights.
-        CorruptCheckpoint: If a file is damaged.
+            checkpoint lacks weights; or if it is said to be quantised, and has no FP8 weights.
+        CorruptCheckpoint: If a file is damaged, or an FP8 weight has no scales that fit.
         Exception: Whatever transformers raises.
     """
     weights: dict[str, Place] = {}
@@ -51,7 +51,8 @@ def locate_weights(
         """Take the place of ``_load_pretrained_model``: locate the weights, and load none."""
         versions.update((file, file_version(file)) for file in files or ())
         found = {weight: each for file in files or () for weight, each in weights_in(file).items()}
-        named, unexpected = renamed(model, found, load_config.weight_mapping or ())
+        scaled = with_scales(found, quantization, own=model.state_dict(), needed=quantization is not None)
+        named, unexpected = renamed(model, scaled, load_config.weight_mapping or ())
         _check_none_missing(model, named)
         weights.update(named)
         return _loading_info(model.state_dict().keys() - named.keys(), unexpected), None
@@ -67,7 +68,7 @@ def locate_weights(
 
 def renamed(
     model: Any,
-    found: Mapping[str, torch.Tensor | Location],
+    found: Mapping[str, Place],
     transforms: Sequence[Any],
     only: Container[str] | None = None,
 ) -> tuple[dict[str, Place], set[str]]:
@@ -90,7 +91,7 @@ def renamed(
     wanted = model.state_dict()
     weights: dict[str, Place] = {}
     unexpected = set()
-    parts: dict[str, dict[str, list[tuple[str, torch.Tensor | Location]]]] = {}  # by name in the model, and the pattern
+    parts: dict[str, dict[str, list[tuple[str, Place]]]] = {}  # by name in the model, and the pattern
     for key in sorted(found, key=dot_natural_key):  # the order in which transformers merges them
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
         if name not in wanted and key in wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from deepnvme.checkpoint.weight_locations import Location
 from deepnvme.memory.tensor_bytes import contiguous_strides
 from deepnvme.model.weight_differences import WeightInfo
 
-from .weights.checkpoint_weights import MergedWeight, Run
+from .weights.places import MergedWeight, Place, Run, ScaledWeight
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Parts:
     """For each tensor: its place in a file; and in this tensor, the index of its first element and its shape."""
 
 
-def merged(converter: Any, sources: Mapping[str, Sequence[torch.Tensor | Location]]) -> MergedWeight | None:
+def merged(converter: Any, sources: Mapping[str, Sequence[Place]]) -> MergedWeight | ScaledWeight | None:
     """Return what a converter of transformers makes of tensors in files.
 
     Args:
@@ -36,6 +36,26 @@ def merged(converter: Any, sources: Mapping[str, Sequence[torch.Tensor | Locatio
         The weight; None if the converter does more than stack and concatenate tensors, if the tensors do not lie in the weight
         as they do in their files, or if their dtypes differ.
     """
+    scaled = {each.codes: each.parts for several in sources.values() for each in several if isinstance(each, ScaledWeight)}
+    codes = {
+        pattern: [each.codes if isinstance(each, ScaledWeight) else each for each in several]
+        for pattern, several in sources.items()
+    }
+    weight = _merged(converter, codes)
+    if weight is None or not scaled:
+        return weight
+    # All tensors have one dtype, so all have scales.
+    parts_at = {(codes.path, codes.offset): parts for codes, parts in scaled.items() if isinstance(codes, Location)}
+    parts = []
+    for piece in weight.pieces:
+        for part in parts_at.get((piece.path, piece.offset), ()):  # none for a piece without elements
+            begin = piece.place // weight.info.dtype.itemsize + part.matrices.begin
+            parts.append(part._replace(matrices=replace(part.matrices, begin=begin)))
+    return ScaledWeight(weight, tuple(parts))
+
+
+def _merged(converter: Any, sources: Mapping[str, Sequence[Place]]) -> MergedWeight | None:
+    """Return what a converter makes of tensors without scales, as :func:`merged`."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     places = [each for several in sources.values() for each in several]

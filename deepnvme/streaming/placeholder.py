@@ -9,6 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from deepnvme.model.weight_differences import WeightInfo
 
+RESTORE = "close(restore=True) what streams the model (load the model again if that was closed without restore)"
+"""What to do where a weight is needed that is not in memory, for messages."""
+
 
 class Placeholder(torch.Tensor):
     """A parameter with a shape, a dtype and a device, but without data.
@@ -84,7 +87,6 @@ class Placeholder(torch.Tensor):
     def _refuse(self, what: str) -> NoReturn:
         """Raise RuntimeError about an operation that needs the weight's data."""
         raise RuntimeError(
-            f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r} of an open "
-            "stream; use it there, name the module that uses it in blocks= when the store is built, or close(restore=True) the "
-            "stream"
+            f"{what}: the weight {self.weight!r} is streamed, and in memory only during the forward of {self.block!r} of an open"
+            f" stream; use it there, or {RESTORE}"
         )

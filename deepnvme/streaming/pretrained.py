@@ -1,8 +1,7 @@
-"""Weight streaming for Hugging Face transformers: builds the store of a checkpoint once, and runs the model from it.
+"""Weight streaming for Hugging Face transformers: from the checkpoint's own files, or from a store that is built once.
 
-To find where each weight of the model lies in the checkpoint, transformers is asked to load the model with a device map that
-offloads everything to disk. Weights that transformers converts while loading (for example the experts of a mixture of
-experts) are written to a temporary directory by it.
+To build a store, transformers is asked to load the model with a device map that offloads everything to disk: so it says where
+each weight lies in the checkpoint. It writes the weights that it converts while loading to a temporary directory.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import json
 import logging
 import os
@@ -23,19 +23,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deepnvme._former_names import former_names, option_names, refuse_options
+from deepnvme.checkpoint.file_io import Version
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
 from deepnvme.model.quantization import Scheme
 from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
 from deepnvme.telemetry.progress import ProgressOption
+from deepnvme.telemetry.sizes import ByteCount
 
 from .experts.expert_layers import expert_weights
-from .experts.offloaded_experts import offload_experts
+from .experts.offloaded_experts import OffloadedExperts
+from .extent_reader import memory_of_blocks
+from .located_source import LocatedSource
 from .located_weights import locate_weights, with_dtypes_kept
-from .streamed_model import Streaming, streaming_of
+from .streamed_model import Streaming, budget_on, check_no_table_bytes, end_stream_of, streaming_of
+from .table_weights import MIN_TABLE_BYTES, OffloadedTables
 from .weights.build_once import opened_or_built
 from .weights.checkpoint_weights import CheckpointWeights
+from .weights.places import Place
 from .weights.weight_store import Directories, WeightStore
 
 if TYPE_CHECKING:
@@ -64,6 +70,9 @@ _LOADING = (
 )  # fmt: skip
 """Further options that transformers' ``from_pretrained`` accepts. All others must be attributes of the configuration."""
 
+_FP8_METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8")
+"""Methods of quantisation by which weights may be FP8 with scales. They are dequantised as they are read."""
+
 locating_weights: ContextVar[bool] = ContextVar("locating_weights", default=False)
 """True while a model is loaded only to find where accelerate would read its weights. Integrations leave that model alone."""
 
@@ -74,6 +83,7 @@ def from_pretrained(
     *,
     path: Directories | None = None,
     memory_budget: MemoryBudget = 0,
+    min_table_bytes: ByteCount | None = MIN_TABLE_BYTES,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     quantize: Scheme | None = None,
@@ -95,9 +105,11 @@ def from_pretrained(
     Args:
         name_or_path: As for transformers' ``from_pretrained``. A name that is not a local directory is downloaded.
         path: One or several directories of the store, as for :class:`WeightStore`; None for no store. Needed for
-            quantised weights, and for weights that transformers rearranges while loading them, other than by stacking and
+            ``quantize``, and for weights that transformers rearranges while loading them, other than by stacking and
             concatenating whole tensors, as it does with the experts of most mixtures.
         memory_budget: Bytes of weights that stay in memory, or "8GB", "50%", "auto", as for :func:`stream`.
+        min_table_bytes: Without ``path``: least bytes of an embedding that is read by rows, or a size such as "1GB", as for
+            :func:`stream`. With ``path``, any other value than None and the default raises ValueError.
         prefetch: Number of extents that are read ahead, as for :func:`stream`.
         device: Where the model computes, as for :func:`stream`.
         quantize: "int8", "int4" or None, as for :meth:`WeightStore.build`.
@@ -105,7 +117,9 @@ def from_pretrained(
             device on which the model computes.
         experts: For a mixture without ``path``: "on-demand" reads the experts that the router has chosen, as
             :func:`offload_experts` does; "streamed" reads all experts with their layer. None reads them on demand if the
-            model's weights are more than ``memory_budget``. Other weights come first in the budget, experts get what is left.
+            model's weights, as they are in the files, are more than ``memory_budget``. Other weights come first in the budget,
+            experts get what is left of it. Experts stay in host memory, also if ``device`` is a CUDA device; then a share counts
+            that device's memory, and experts take at most the same share of host memory.
         model_class: A class of transformers; None for the one that the checkpoint names.
         progress: Progress display while the store is built, as for :meth:`WeightStore.build`.
         aio_config: Settings of the engine that reads the weights, builds a store, and serves a KV cache on the drive; None for
@@ -114,48 +128,51 @@ def from_pretrained(
 
     Returns:
         The model. Its attribute ``streaming`` is the :class:`Streaming`: ``streaming.report()`` gives the counters, and
-        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand.
+        ``streaming.close()`` ends the stream and closes the store. ``streaming.experts`` has the report of experts on demand,
+        ``streaming.tables`` the embeddings that are read by rows, by the name of the weight.
 
     Raises:
-        FileNotFoundError: If ``name_or_path`` is a path (PathLike, absolute or beginning with ".") that does not exist.
+        FileNotFoundError: If ``name_or_path`` is a path that does not exist, or a folder without config.json. PathLikes, names
+            that begin with "/", "." or "~", and names with several "/" are paths.
+        NotADirectoryError: If ``name_or_path`` is a file.
         ImportError: If transformers or accelerate is not installed.
-        TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one.
+        TypeError: For an option that is refused, such as ``device_map``, or unknown, such as a misspelt one; or if
+            ``model_class`` is no class.
         ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
-            checkpoint is quantised, or if ``kv_offload`` is none of the above. Without ``path``: if something needs a store,
-            or the checkpoint lacks a weight of the model; the message names the weights.
-        CorruptCheckpoint: If a file of the checkpoint is damaged. Later, from the model: if a file was changed.
+            checkpoint is quantised other than to FP8, or if ``kv_offload`` is none of the above. Without ``path``: if something
+            needs a store, or the checkpoint lacks a weight of the model; the message names the weights. Or if ``experts`` is
+            "on-demand", and the model has no experts that can be read on demand.
+        CorruptCheckpoint: If a file of the checkpoint is damaged, or an FP8 weight has no scales that fit. Later, from the model:
+            if a file was changed.
         Exception: Whatever transformers, :meth:`WeightStore.build` and :func:`stream` raise.
     """
     budget_bytes(memory_budget, "memory_budget")  # checked before any work; what it is, the stream finds out
-    if kv_offload not in (None, "nvme"):
-        raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
-    if path is None and (quantize or kv_offload):
-        what = "quantize" if quantize else "kv_offload"
-        raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
-    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
-        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
-    for option in _REFUSED:
-        if option in options:
-            raise TypeError(f"from_pretrained places the weights itself, and streams them as they are: it does not take {option}")
+    _check_arguments(path, min_table_bytes, quantize, kv_offload, experts, model_class, options)
     transformers = _transformers()
-    name = os.fspath(name_or_path)
-    is_path = isinstance(name_or_path, os.PathLike) or os.path.isabs(name) or name.startswith(".")  # no repository's name
-    if is_path and not os.path.exists(name):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    name = _checked_name(name_or_path, options)
     config = _config(transformers, name, options)
     kind = _class_of(transformers, config, model_class)
-    if path is None:
+    quantization = _without_quantization(config)
+    if quantization is not None:  # otherwise transformers makes modules of its own for it
+        options = {key: options[key] for key in options if key in (*_HUB, *_CHOOSING, *_LOADING)} | {"config": config}
+    if path is None or quantization is not None:
         kind = _concrete(kind, config, options)
-        return _streamed_in_place(kind, name, options, prefetch, memory_budget, device, experts, aio_config)
+    if path is None:
+        located = locate_weights(kind, name, options, quantization)
+        return _streamed_in_place(*located, prefetch, memory_budget, min_table_bytes, device, experts, aio_config)
     origin = _origin(transformers, name, config, options) | {"quantize": quantize}
     where = as_directories(path)
 
     def build(directory: Path) -> WeightStore:
         """Build the store of the checkpoint, and open it."""
+        how: dict[str, Any] = {"quantize": quantize, "progress": progress, "aio_config": aio_config, "origin": json.dumps(origin)}
+        if quantization is not None:
+            model, weights, versions = locate_weights(kind, name, options, quantization)
+            with LocatedSource(CheckpointWeights(weights, versions, model, aio_config=aio_config)) as located:
+                return WeightStore.build(located, where, model=model, **how)
         with _empty(directory / "converted") as converted:
             model, source = _offloaded(kind, name, options, converted)
-            how: dict[str, Any] = {"quantize": quantize, "progress": progress, "aio_config": aio_config}
-            return WeightStore.build(source, where, model=model, origin=json.dumps(origin), **how)
+            return WeightStore.build(source, where, model=model, **how)
 
     store = opened_or_built(where, origin, build, aio_config)
     model: PreTrainedModel | None = None
@@ -176,6 +193,28 @@ def from_pretrained(
     return model
 
 
+def _check_arguments(
+    path: object, min_table_bytes: ByteCount | None, quantize: str | None, kv_offload: str | None, experts: str | None,
+    model_class: object, options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError if arguments of :func:`from_pretrained` are wrong or exclude one another."""
+    if kv_offload not in (None, "nvme"):
+        raise ValueError(f"kv_offload must be None or 'nvme', got {kv_offload!r}")
+    if path is None and (quantize or kv_offload):
+        what = "quantize" if quantize else "kv_offload"
+        raise ValueError(f"{what} needs path, a directory to write to: without it, weights are streamed as they are in the files")
+    if path is not None:
+        check_no_table_bytes(min_table_bytes)
+    if experts not in (None, "on-demand", "streamed") or (path is not None and experts == "on-demand"):
+        raise ValueError(f"experts must be 'on-demand' (without path), 'streamed' or None, got {experts!r}")
+    for option in _REFUSED:
+        if option in options:
+            why = f"places the weights itself, and streams them as they are: it does not take {option}"
+            raise TypeError(f"from_pretrained {why}; see memory_budget= and device=")
+    if model_class is not None and not isinstance(model_class, type):
+        raise TypeError(f"model_class must be a class, such as transformers.LlamaForCausalLM, got {model_class!r}")
+
+
 def _transformers() -> Any:
     """Import transformers. Raises ImportError, which says what to install, if it or accelerate is missing."""
     try:
@@ -186,12 +225,32 @@ def _transformers() -> Any:
     return transformers
 
 
+def _checked_name(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> str:
+    """Return the name or path of the checkpoint.
+
+    Raises:
+        FileNotFoundError: For a path that does not exist, and for a folder without config.json unless ``options`` have a config.
+        NotADirectoryError: For a file.
+    """
+    name = os.fspath(name_or_path)
+    no_name_of_the_hub = isinstance(name_or_path, os.PathLike) or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if no_name_of_the_hub and not os.path.exists(name):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    if os.path.isfile(name):
+        why = "from_pretrained takes the folder of a checkpoint; to stream a module from a file, use stream(model, file)"
+        raise NotADirectoryError(errno.ENOTDIR, why, name)
+    folder = Path(name, options.get("subfolder") or "")
+    if os.path.isdir(name) and options.get("config") is None and not (folder / "config.json").exists():
+        raise FileNotFoundError(errno.ENOENT, "no checkpoint of transformers: it has no config.json", str(folder))
+    return name
+
+
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> PretrainedConfig:
     """Return the model's configuration: the one in ``options``, or else that of the checkpoint.
 
     Raises:
         TypeError: For an option that is neither one of ``from_pretrained`` nor an attribute of the configuration.
-        ValueError: For a quantised checkpoint.
+        ValueError: For a checkpoint that is quantised by another method than those for FP8.
     """
     given = options.get("config")
     config: PretrainedConfig
@@ -204,11 +263,29 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
     because = "neither it nor transformers has such an option, and"
     because += f" {type(config).__name__} has no such attribute that could be set here"
     refuse_options("from_pretrained", set(unused).difference(known), {**known, **option_names(from_pretrained)}, because)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-        raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one that is not")
+    quantization = _quantization(config)
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is not None and str(method) not in _FP8_METHODS:
+        raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one in FP8, or not quantised")
     return config
+
+
+def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a configuration, or of the text model in it; None if there is none."""
+    for each in (config, config.get_text_config(decoder=True)):
+        found = getattr(each, "quantization_config", None)
+        if found is not None:
+            return found if isinstance(found, dict) else dict(found.to_dict())
+    return None
+
+
+def _without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Remove the ``quantization_config`` from a configuration, and return it; None if there is none."""
+    quantization = _quantization(config)
+    for each in (config, config.get_text_config(decoder=True)):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    return quantization
 
 
 def _class_of(transformers: Any, config: PretrainedConfig, chosen: Any) -> Any:
@@ -320,36 +397,42 @@ def _concrete(kind: Any, config: PretrainedConfig, options: Mapping[str, Any]) -
 
 
 def _streamed_in_place(
-    kind: Any, name: str, options: Mapping[str, Any], prefetch: int, memory_budget: MemoryBudget,
-    device: torch.device | str | None, experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
+    model: PreTrainedModel, located: Mapping[str, Place], versions: Mapping[str, Version], prefetch: int,
+    memory_budget: MemoryBudget, min_table_bytes: ByteCount | None, device: torch.device | str | None,
+    experts: Literal["on-demand", "streamed"] | None, aio_config: AioConfig | None,
 ) -> PreTrainedModel:  # fmt: skip
-    """Return the checkpoint's model, streamed from the checkpoint's own files. Arguments as for :func:`from_pretrained`."""
-    model, weights, versions = locate_weights(kind, name, options)
-    on_demand = set() if experts == "streamed" else expert_weights(model)
-    budget = budget_bytes(memory_budget, "memory_budget")
-    others = {weight: place for weight, place in weights.items() if weight not in on_demand}
-    if experts is None and budget >= sum(each.info.nbytes for each in weights.values() if not isinstance(each, torch.Tensor)):
-        on_demand, others = set(), weights
+    """Return a model, streamed from the checkpoint's own files.
+
+    The first three arguments are what :func:`locate_weights` returns, the others as for :func:`from_pretrained`.
+    """
     with contextlib.ExitStack() as undo:
+        tables = undo.enter_context(OffloadedTables(model, located, versions, min_table_bytes, device, aio_config))
+        weights = {weight: place for weight, place in located.items() if weight not in tables.names}
+        on_demand = set() if experts == "streamed" else expert_weights(model)
+        if experts == "on-demand" and not on_demand:
+            text = "has no experts that can be read on demand: leave experts= out, and its layers are streamed"
+            raise ValueError(f"{type(model).__name__} {text}")
+        budget = budget_on(torch.device(device or "cpu"), memory_budget)
+        opened = functools.partial(CheckpointWeights, versions=versions, model=model, device=device, aio_config=aio_config)
+        if on_demand and experts is None and budget:
+            with opened(weights) as store:
+                on_demand = on_demand if memory_of_blocks(store) > budget else set()
         offloaded = None
-        if on_demand or experts == "on-demand":
-            first = min(budget, sum(each.info.nbytes for each in others.values() if not isinstance(each, torch.Tensor)))
-            how: dict[str, Any] = {"device": device, "aio_config": aio_config}
-            offloaded = undo.enter_context(offload_experts(model, weights, memory_budget=budget - first, **how))
-            memory_budget = first
-        store = undo.enter_context(contextlib.closing(CheckpointWeights(others, versions, model, device, aio_config)))
-        undo.callback(_end_stream_of, model)
-        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded)
+        if on_demand:
+            offloaded = undo.enter_context(OffloadedExperts(model, weights, 0, None, device, aio_config, versions))
+        others = {weight: place for weight, place in weights.items() if weight not in on_demand}
+        store = undo.enter_context(contextlib.closing(opened(others)))
+        if offloaded is not None:
+            first = min(budget, memory_of_blocks(store))
+            on_host = budget_bytes(memory_budget, "memory_budget")
+            offloaded.set_memory_budget(min(budget - first, on_host))
+            if first < budget:  # otherwise it stays "auto" where it is, which may hold no extent
+                memory_budget = first
+        undo.callback(end_stream_of, model)
+        stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)
         model.streaming = stream  # type: ignore[assignment]  # it is neither a module nor a tensor
         undo.pop_all()
     return model
-
-
-def _end_stream_of(model: Any) -> None:
-    """End the stream of a model, if an interrupt came after the stream was made."""
-    streamed = streaming_of(model)
-    if streamed is not None:
-        streamed.close()
 
 
 def _made_on_meta(kind: Any, config: PretrainedConfig, options: Mapping[str, Any], dtype: Any) -> Any:

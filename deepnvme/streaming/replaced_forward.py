@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -40,6 +41,12 @@ class ReplacedForward:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
+
+
+def check_process(process: int) -> None:
+    """Raise RuntimeError unless this is the process that made the model's stream: a forked child has none of its threads."""
+    if os.getpid() != process:
+        raise RuntimeError(f"the model is streamed in process {process}, and not in one forked from it: load the model here")
 
 
 def _refuse_to_compile() -> NoReturn:

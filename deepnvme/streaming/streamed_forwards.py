@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 from deepnvme.memory.pool import OutOfBuffers
+from deepnvme.streaming.extent_memory import ViewsKept
 
 from .access_predictor import AccessPredictor
 from .extent_cache import ExtentCache
 from .module_weights import ModuleWeights
-from .replaced_forward import ReplacedForward
+from .placeholder import Placeholder
+from .replaced_forward import ReplacedForward, check_process
 from .stream_report import StreamReport
 from .weights.extent_store import ExtentStore
 
@@ -39,6 +42,7 @@ class StreamedForwards:
         self._order = AccessPredictor([extent for extents in store.blocks.values() for extent in extents])
         self.lock = threading.Lock()
         """Held during a call of the model or of a block."""
+        self._process = os.getpid()
         self._owner = 0  # identifier of the thread that holds the lock for a call; 0 if none does
         self._stack: list[tuple[str, ...]] = []  # the extents of each block whose forward is running, innermost last
         self._in_use: dict[str, bool] = {}  # extents whose blocks are running -> whether ExtentCache.acquire was called for that
@@ -57,6 +61,7 @@ class StreamedForwards:
         calls: list[tuple[str, Callable[..., Any]]] = [
             (name, functools.partial(self._block, name, extents)) for name, extents in self._store.blocks.items()
         ]
+        model.__dict__["_apply"] = functools.partial(_apply_to_all, model)
         for name, call in [*calls, ("", self._root)]:
             module = model.get_submodule(name)
             self._wrapped.append((module, module.__dict__.get("forward")))
@@ -66,6 +71,7 @@ class StreamedForwards:
         """Restore the original forwards of all modules. Replaced forwards kept by callers raise RuntimeError. Idempotent."""
         self._ended = True
         for module, own in self._wrapped:
+            module.__dict__.pop("_apply", None)
             if own is not None:
                 module.forward = own
             elif "forward" in module.__dict__:
@@ -113,8 +119,10 @@ class StreamedForwards:
     def called(self, call: Callable[[], Any]) -> Any:
         """Run a forward with the lock held, after any repair that an interrupt made necessary, and count its time.
 
-        A forward inside another one of the same thread has the lock already. Raises RuntimeError if the stream is closed.
+        A forward inside another one of the same thread has the lock already. Raises RuntimeError if the stream is closed, or in
+        a forked child.
         """
+        check_process(self._process)  # before the lock, which another thread of the parent may have held
         if self._owner == threading.get_ident():
             return call()
         with self.lock:
@@ -163,8 +171,8 @@ class StreamedForwards:
     def _bind_weights(self, block: str, extents: tuple[str, ...]) -> None:
         """Wait until a block's extents are in memory, and put their weights into the modules.
 
-        Raises RuntimeError if there is no memory for them, or if other code has changed, moved or cast the weights since
-        their last use.
+        Raises RuntimeError if views keep all memory, or if other code has changed, moved or cast the weights since their last
+        use; OutOfBuffers if the system has too little memory.
         """
         wanted = [extent for extent in extents if extent not in self._in_use]
         if not wanted:
@@ -192,8 +200,10 @@ class StreamedForwards:
             return {}
         try:
             memories = self._cache.acquire(extents, self._order.predict())
-        except OutOfBuffers as error:
+        except ViewsKept as error:
             raise RuntimeError(f"no memory for the weights of {block!r}: {_remedy()}") from error
+        except OutOfBuffers as error:
+            raise OutOfBuffers(f"no memory for the weights of {block!r}: {error}; a smaller prefetch needs less, too") from error
         return dict(zip(extents, memories, strict=True))
 
     def _leave(self, depth: int) -> list[str]:
@@ -232,6 +242,17 @@ class StreamedForward(ReplacedForward):
     def __init__(self, forwards: StreamedForwards, forward: Callable[..., Any], call: Callable[..., Any], streaming: Any) -> None:
         super().__init__(forwards.called, forward, call)
         self.streaming = streaming
+
+
+def _apply_to_all(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Take the place of the model's ``_apply``, which converts weights one by one, for ``model.to`` and others.
+
+    Raises RuntimeError before any weight is converted, if the data of weights that are not in memory would be needed.
+    """
+    for weight in model.parameters(recurse):
+        if isinstance(weight, Placeholder):
+            function(weight)
+    return type(model)._apply(model, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _remedy() -> str:

@@ -12,6 +12,7 @@ from .ngram_tables import open_ngram_tables
 from .offloading import offload_embeddings
 from .reading import FailedRow, RowsUnreadable
 from .row_optimizer import RowOptimizer
+from .row_scales import RowScales
 from .row_states import RowWiseAdagrad
 from .rows_future import RowsFuture
 from .session import TableStats
@@ -22,6 +23,7 @@ __all__ = [
     "FailedRow",
     "Lookahead",
     "RowOptimizer",
+    "RowScales",
     "RowWiseAdagrad",
     "RowsFuture",
     "RowsUnreadable",

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepnvme._former_names import former_names
@@ -15,11 +15,13 @@ from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import AnyPath
 from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.telemetry.descriptions import shorten
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
 from .layout import TableLayout
 from .opening import tensor_layout
 from .reading import DEFAULT_STAGING_BYTES
+from .row_scales import RowScales
 from .session import TableSession
 from .table import DEFAULT_MEMORY_BUDGET, Table
 
@@ -32,6 +34,7 @@ def open_ngram_tables(
     path: AnyPath,
     names: str = r".*",
     *,
+    scales: Mapping[str, RowScales] | None = None,
     memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
     staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
     aio_config: AioConfig | None = None,
@@ -41,6 +44,8 @@ def open_ngram_tables(
     Args:
         path: A ``.safetensors`` file, an ``index.json`` of several, or a directory with one of these.
         names: Regular expression that must match a table's whole name. Tensors of one dimension are not tables.
+        scales: For tables in FP8, by name: the scales with which rows are dequantised as they are read. Those of a table in
+            several shards are for all its rows. Rows of other tables are as they are in the file.
         memory_budget: Bytes of memory for all tables together, shared in proportion to their sizes; or "8GB", "25%", "auto".
         staging_bytes: Bytes of pinned memory through which rows are read, for all tables together, shared equally. A table
             has at least 512 KiB, or two rows.
@@ -50,7 +55,8 @@ def open_ngram_tables(
         The tables by name, in the file's order. A table is one tensor, or several shards in the order of their numbers.
 
     Raises:
-        ValueError: If no name matches, or the numbers of a table's shards are not 0, 1, 2 and so on.
+        ValueError: If no name matches, or the numbers of a table's shards are not 0, 1, 2 and so on; or if ``scales`` are of a
+            table that is not opened, or do not fit the rows.
         FileNotFoundError: If a file is missing.
     """
     memory_budget = budget_bytes(memory_budget, "memory_budget")
@@ -67,23 +73,35 @@ def open_ngram_tables(
     if not tables:
         raise ValueError(f"'{path}' has no table whose name matches {names!r}")
     layouts = {name: _layout_of(name, shards) for name, shards in tables.items()}
+    scales = scales or {}
+    for name, each in scales.items():
+        if name not in layouts:
+            raise ValueError(f"there are scales for {name!r}, and no table of this name: got {shorten(map(repr, layouts))}")
+        each.check(layouts[name].rows, layouts[name].values)
     sizes = {name: layout.rows * layout.values.nbytes for name, layout in layouts.items()}
     staging = staging_bytes // len(layouts)
     found = {}
     with contextlib.ExitStack() as opened:
         for name, layout in layouts.items():
             budget = memory_budget * sizes[name] // max(sum(sizes.values()), 1)
-            reopen = functools.partial(_reopened, path, name, budget, staging, aio_config)
-            table = Table(TableSession(layout, [], False, budget, staging, aio_config), reopen)
+            reopen = functools.partial(_reopened, path, name, scales.get(name), budget, staging, aio_config)
+            table = Table(TableSession(layout, [], False, budget, staging, aio_config), reopen, scales.get(name))
             found[name] = opened.enter_context(table)
         opened.pop_all()
     return found
 
 
-def _reopened(path: str, name: str, memory_budget: int, staging_bytes: int, aio_config: AioConfig | None) -> Table:
+def _reopened(
+    path: str, name: str, scales: RowScales | None, memory_budget: int, staging_bytes: int, aio_config: AioConfig | None
+) -> Table:
     """Open one of the tables again, in another process."""
     tables = open_ngram_tables(
-        path, re.escape(name), memory_budget=memory_budget, staging_bytes=staging_bytes, aio_config=aio_config
+        path,
+        re.escape(name),
+        scales=None if scales is None else {name: scales},
+        memory_budget=memory_budget,
+        staging_bytes=staging_bytes,
+        aio_config=aio_config,
     )
     return tables[name]
 

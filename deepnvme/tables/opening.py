@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from deepnvme.checkpoint.weight_locations import Location, weights_in
 from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
+from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.telemetry.descriptions import shorten
 
 from .layout import Shard, TableLayout, columns_of
@@ -113,3 +114,24 @@ def tensor_layout(path: Path, name: str, weight: Location | torch.Tensor) -> Tab
     if not shape:
         raise ValueError(f"{name!r} in '{path}' has one value, and no rows")
     return TableLayout((Shard(Path(weight.path), base=weight.offset),), shape[0], columns_of(weight.info.dtype, shape[1:]))
+
+
+def ranges_layout(info: WeightInfo, ranges: Iterable[tuple[str, int, int]]) -> TableLayout | None:
+    """Return the layout of a tensor whose rows lie in ranges of files; None if a range ends within a row.
+
+    Args:
+        info: Dtype and shape of the tensor.
+        ranges: Path, offset and bytes of each range, in the order of the rows.
+    """
+    columns = columns_of(info.dtype, info.shape[1:])
+    shards: list[Shard] = []
+    end: tuple[Path, int] | None = None
+    row = 0
+    for path, offset, nbytes in ranges:
+        if nbytes % columns[0].nbytes:
+            return None
+        if end != (Path(path), offset):  # else it continues the range before
+            shards.append(Shard(Path(path), row, offset))
+        row += nbytes // columns[0].nbytes
+        end = Path(path), offset + nbytes
+    return TableLayout(tuple(shards), row, columns)

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _GAP_BYTES = 4096
 """Two rows with at most this many bytes between them are read at once: a drive reads 8 KiB nearly as quickly as 4 KiB."""
+
+_FEW_UNITS = 32
+"""Parts with at most this many units each, on average, are read by one call. 16 rows in 16 files: 0.7 ms instead of 2.1 ms."""
 
 DEFAULT_STAGING_BYTES = 48 << 20
 """Staging memory of a table, for reads and writes together."""
@@ -69,14 +72,14 @@ _PlannedPart = tuple[int, int, int]
 
 @dataclass(eq=False)
 class _Part:
-    """Read units of one file that are read together into one part of the staging memory."""
+    """Read units that are read together into one part of the staging memory: a planned part, or several small ones."""
 
     read: RowRead
-    number: int
-    volume: int
+    counts: dict[int, int]
+    """Number of units of each planned part, by its number. The units follow one another in the staging memory."""
     future: Future
-    units: torch.Tensor
-    """Numbers of the read units in their file, in native memory that the read owns."""
+    places: Sequence[int]
+    """Of each unit that the future reads, the place among all units, ascending. Not read are incomplete units at files' ends."""
     staging: torch.Tensor
     delivered: bool = False
 
@@ -176,8 +179,13 @@ class RowReader:
             self.hits += native.hits
             self.misses += native.numbers - native.hits
             self.rows_read += native.missing
-            for number, part in enumerate(native.parts):
-                self._start_part(read, number, part)
+            parts = dict(enumerate(native.parts))
+            units = sum(count for _, _, count in parts.values())
+            if units <= _FEW_UNITS * len(parts) and units * self.unit <= self._staging.part_bytes:
+                self._start_parts(read, parts)
+            else:
+                for number, part in parts.items():
+                    self._start_parts(read, {number: part})
         except BaseException:
             read.abandon()
             raise
@@ -264,7 +272,7 @@ class RowReader:
         self._make_room()  # it may wait for the drive: interrupts are let through
         with defer_interrupts():
             try:
-                self._start_part(read, number, read.unstarted[number])
+                self._start_parts(read, {number: read.unstarted[number]})
             finally:
                 read.unstarted.pop(number, None)
 
@@ -275,43 +283,67 @@ class RowReader:
             if number in read.unstarted:
                 self._start_planned(read, number)
         for read, number in awaited:
-            for part in [each for each in read.parts if each.number == number]:
+            for part in [each for each in read.parts if number in each.counts]:
                 self._deliver(part)
         self._prefetches = [read for read in self._prefetches if not read.delivered]
         return bool(awaited)
 
-    def _start_part(self, read: RowRead, number: int, part: _PlannedPart) -> None:
-        volume, address, count = part
-        units = int64_at(address, count)
+    def _start_parts(self, read: RowRead, parts: Mapping[int, _PlannedPart]) -> None:
+        """Start reading planned parts into one part of the staging memory. Does nothing if there are none."""
+        if not parts:
+            return
         self._make_room()
         with defer_interrupts():
             staging = self._staging.take()
+            counts = {number: count for number, (_, _, count) in parts.items()}
+            memory = staging[: sum(counts.values()) * self.unit].view(-1, self.unit)
             try:
-                memory = staging[: units.numel() * self.unit]
-                whole, end = self._ends[volume]
-                if int(units[-1]) == whole:
-                    memory[-self.unit :][: len(end)] = end
-                    units = units[:-1]
-                wanted = memory[: units.numel() * self.unit].view(-1, self.unit)
-                future = self._engine.gather(self._files[volume], units, wanted)
+                places, future = self._start_units(list(parts.values()), memory)
             except BaseException as error:
                 self._staging.give_back(staging)
                 if isinstance(error, ValueError) and hasattr(error, "file_size"):
-                    raise self._changed_size(volume, error.file_size) from error
+                    raise self._changed_size([volume for volume, _, _ in parts.values()], error.file_size) from error
                 raise
-            started = _Part(read, number, volume, future, units, staging)
+            started = _Part(read, counts, future, places, staging)
             read.parts.append(started)
             self._under_way.append(started)
-        self.bytes_read += wanted.nbytes
+        self.bytes_read += len(places) * self.unit
+
+    def _start_units(self, parts: Sequence[_PlannedPart], memory: torch.Tensor) -> tuple[Sequence[int], Future]:
+        """Start reading the units of planned parts into ``memory``, of shape (units, bytes). Return their places, and the future.
+
+        Units of several parts are read by one call: a call for each part would take longer than the drive, where the few rows of
+        a token are in many files. Many units of one part are read by ``gather``, which takes less time for each.
+        """
+        places: list[int] = []
+        files: list[File] = []
+        offsets: list[int] = []
+        at = 0
+        for volume, address, count in parts:
+            units = int64_at(address, count)
+            whole, end = self._ends[volume]
+            if int(units[-1]) == whole:
+                memory[at + count - 1][: len(end)] = end
+                units = units[:-1]
+            if len(parts) == 1:
+                return range(len(units)), self._engine.gather(self._files[volume], units, memory[: len(units)])
+            places += range(at, at + len(units))
+            files += [self._files[volume]] * len(units)
+            offsets += (units * self.unit).tolist()
+            at += count
+        rows = memory.unbind()
+        return places, self._engine.read_many([rows[place] for place in places], files, offsets)
 
     def _make_room(self) -> None:
         """If no part of staging memory is free, free one that has been read, or else wait for the oldest one."""
         while not self._staging.free:
             self._deliver(next((part for part in self._under_way if part.future.done()), self._under_way[0]))
 
-    def _changed_size(self, volume: int, size: int) -> OSError:
-        file = self._files[volume]
-        wanted = self._layout.bytes_in(volume)
+    def _changed_size(self, volumes: Sequence[int], size: int) -> OSError:
+        """Return the error for the first of the files that is too short. ``size``: bytes of the file that was found so."""
+        short = (volume for volume in volumes if self._files[volume].size() < self._layout.bytes_in(volume))
+        volume = next(short, volumes[0])
+        file, wanted = self._files[volume], self._layout.bytes_in(volume)
         return OSError(errno.ESTALE, f"the file has {size} bytes, and the table had {wanted} in it when it was opened", file.path)
 
     def _deliver(self, part: _Part) -> None:
@@ -322,12 +354,17 @@ class RowReader:
             error = part.future.exception()
         failed: list[int] = []
         if error is not None:
-            failed = list(getattr(error, "indices", None) or range(len(part.units)))
+            indices = getattr(error, "indices", None) or range(len(part.places))
+            failed = [part.places[index] for index in indices]
         with defer_interrupts():
             if error is not None:
                 part.read.errors.append(error)
             if not part.read.abandoned:
-                part.read.native.deliver(part.number, part.staging.data_ptr(), failed)
+                begin = 0
+                for number, count in part.counts.items():
+                    of_part = [place - begin for place in failed if begin <= place < begin + count]
+                    part.read.native.deliver(number, part.staging.data_ptr() + begin * self.unit, of_part)
+                    begin += count
             part.delivered = True
             part.read.parts.remove(part)
             self._under_way.remove(part)

@@ -14,6 +14,7 @@ from deepnvme.ops import load_async_io
 
 from .layout import Column
 from .reading import RowRead, RowsUnreadable
+from .row_scales import RowScales
 
 if TYPE_CHECKING:
     from .session import TableSession
@@ -79,7 +80,8 @@ class RowsFuture:
     _pid = 0
 
     def __init__(
-        self, session: TableSession, numbers: torch.Tensor, result: torch.Tensor, width: int, keep: bool = False
+        self, session: TableSession, numbers: torch.Tensor, result: torch.Tensor, width: int, keep: bool = False,
+        scales: RowScales | None = None,
     ) -> None:  # fmt: skip
         """Prepare a read, without starting it.
 
@@ -89,12 +91,17 @@ class RowsFuture:
             result: The caller's tensor, on any device.
             width: Bytes of each record that are read, from its beginning.
             keep: Whether all rows stay in memory as far as there is room.
+            scales: Scales of rows in FP8, which are dequantised; None for other rows.
         """
         self._session: TableSession | None = session
         self._numbers, self._result, self._width, self._keep = numbers, result, width, keep
         # Rows are copied as bytes, to the storage that the tensor has now.
         self._in_place = result.device.type == "cpu" and result.is_contiguous() and not result.is_conj() and not result.is_neg()
-        if self._in_place:
+        self._scales = scales
+        if scales is not None:
+            self._in_place = False
+            self._rows = _host_memory(tuple(result.shape), torch.float8_e4m3fn)
+        elif self._in_place:
             self._rows = result.detach()
         else:
             self._rows = _host_memory(tuple(result.shape), result.dtype, pinned=result.device.type == "cuda")
@@ -118,7 +125,10 @@ class RowsFuture:
 
     def rows(self) -> torch.Tensor:
         """Copy the rows that were read to the caller's tensor, if they are not there yet, and return that tensor."""
-        if not self._in_place:
+        if self._scales is not None:
+            assert self._session is not None
+            self._scales.dequantize(self._session.layout.rows, self._numbers, self._rows, self._result)
+        elif not self._in_place:
             with torch.no_grad():
                 self._result.copy_(self._rows)
         return self._result

@@ -167,8 +167,11 @@ class TableSession:
         self._engine: Engine = engine_for(layout.files, self._config)
         try:
             self._epochs = self._lock_rows(writable) if self._directories else NO_COMMITS
+            opened: dict[Path, File] = {}  # a file may have several shards
             for path in layout.files:
-                self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
+                if path not in opened:
+                    opened[path] = self._engine.open(path, "r+" if writable else "r", whole_sectors=True)
+                self._files.append(opened[path])
             self._check_files(writable)
             self._memory, self.cache = self._new_cache(writable)
             self.cache.set_visible(self._epochs.committed, list(self._epochs.abandoned))

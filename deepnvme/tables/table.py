@@ -25,6 +25,7 @@ from .layout import State, columns_of
 from .manifest import load_manifest
 from .opening import find_layout
 from .reading import DEFAULT_STAGING_BYTES
+from .row_scales import RowScales
 from .rows_future import RowsFuture, checked_ids, values_for
 from .session import TableSession, TableStats
 
@@ -70,9 +71,9 @@ class Table:
     session: TableSession
     """The open files. Used by this package only."""
 
-    def __init__(self, session: TableSession, reopen: Callable[[], Table]) -> None:
+    def __init__(self, session: TableSession, reopen: Callable[[], Table], scales: RowScales | None = None) -> None:
         """Make a table of an open session. ``reopen`` opens the table in another process; it is pickled for that."""
-        self.session, self._reopen = session, reopen
+        self.session, self._reopen, self._scales = session, reopen, scales
         self._layout = session.layout
         self.memory_budget = session.memory_budget
         """Bytes of memory for rows that stay in memory."""
@@ -164,6 +165,7 @@ class Table:
         dtype: torch.dtype | None = None,
         shape: int | Sequence[int] | None = None,
         offset: int = 0,
+        scales: RowScales | None = None,
         writable: bool = False,
         memory_budget: MemoryBudget = DEFAULT_MEMORY_BUDGET,
         staging_bytes: ByteCount = DEFAULT_STAGING_BYTES,
@@ -178,6 +180,8 @@ class Table:
             dtype: Dtype of the values in a raw file.
             shape: Shape of one row in a raw file.
             offset: Bytes from the start of a raw file to its first row.
+            scales: For rows in FP8 (float8_e4m3fn) of a file: their scales. Rows are dequantised as they are read. None for rows
+                as they are in the file.
             writable: Whether rows will be changed; only for a table that was created ``updatable``. Such a table is open to one
                 writer, or to any number of readers.
             memory_budget: Bytes of memory for rows that stay in memory, including the index to find them; or "8GB", "25%",
@@ -194,7 +198,8 @@ class Table:
                 that are no longer referenced are garbage-collected first.
             CorruptTable: If the table is damaged, or one of its files too short.
             ValueError: If the directories are not all those of one table, in the order of its creation; for a file whose rows are
-                not contiguous, a raw file without ``dtype`` and ``shape``, or ``writable`` for anything but an updatable table.
+                not contiguous, a raw file without ``dtype`` and ``shape``, ``scales`` that are not those of the rows, or
+                ``writable`` for anything but an updatable table.
             OSError: From opening the files.
         """
         memory_budget = budget_bytes(memory_budget, "memory_budget")
@@ -202,9 +207,11 @@ class Table:
         given = as_paths(paths)
         path = given[0]
         reopen = functools.partial(
-            cls.open, given, name, dtype=dtype, shape=shape, offset=offset, memory_budget=memory_budget,
-            staging_bytes=staging_bytes, aio_config=aio_config,
+            cls.open, given, name, dtype=dtype, shape=shape, offset=offset, scales=scales,
+            memory_budget=memory_budget, staging_bytes=staging_bytes, aio_config=aio_config,
         )  # fmt: skip
+        if path.is_dir() and scales is not None:
+            raise ValueError(f"'{path}' is a table: scales are for rows that lie in a file")
         if path.is_dir():
             layout, _ = load_manifest(given)
             if writable and not layout.updatable:
@@ -213,8 +220,10 @@ class Table:
             raise ValueError(f"'{path}' is no table whose rows can be changed: make one by Table.create")
         else:
             layout = find_layout(path, name, dtype, shape, offset)
+            if scales is not None:
+                scales.check(layout.rows, layout.values)
         directories = given if path.is_dir() else []
-        return cls(TableSession(layout, directories, writable, memory_budget, staging_bytes, aio_config), reopen)
+        return cls(TableSession(layout, directories, writable, memory_budget, staging_bytes, aio_config), reopen, scales)
 
     # -- what it is
 
@@ -239,11 +248,11 @@ class Table:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the rows' values, not of their states."""
-        return self._layout.values.dtype
+        return self._layout.values.dtype if self._scales is None else self._scales.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values of all rows, without their optimizer states."""
+        """Bytes of the values of all rows, as they are on the drive, without their optimizer states."""
         return self.rows * self._layout.values.nbytes
 
     @property
@@ -292,7 +301,7 @@ class Table:
             RowsUnreadable: If some rows cannot be read; its ``failed`` names them. The other rows are in ``out`` nevertheless.
             OSError: If no row can be read, because the file was replaced or has changed its size.
         """
-        future = _values_of(self.session, checked_ids(ids, self.rows), out)
+        future = _values_of(self.session, checked_ids(ids, self.rows), out, self._scales)
         failure = future.read_now()
         rows = future.rows()
         if failure is not None:
@@ -312,7 +321,7 @@ class Table:
         numbers = checked_ids(ids, self.rows)
         if self.writable:
             numbers = numbers.clone()  # for a second read, when the caller may have changed them
-        future = _values_of(self.session, numbers, out)
+        future = _values_of(self.session, numbers, out, self._scales)
         future.start()
         return future
 
@@ -462,10 +471,13 @@ class Table:
         return self._reopen, ()
 
 
-def _values_of(session: TableSession, numbers: torch.Tensor, out: torch.Tensor | None) -> RowsFuture:
+def _values_of(
+    session: TableSession, numbers: torch.Tensor, out: torch.Tensor | None, scales: RowScales | None
+) -> RowsFuture:  # fmt: skip
     """Return a read of rows without their states. The read is not started."""
     values = session.layout.values
-    return RowsFuture(session, numbers, values_for(numbers, out, values), values.nbytes)
+    wanted = values if scales is None else values._replace(dtype=scales.dtype)
+    return RowsFuture(session, numbers, values_for(numbers, out, wanted), values.nbytes, scales=scales)
 
 
 def _read_records(session: TableSession, numbers: torch.Tensor, records: torch.Tensor, keep: bool = True) -> None:

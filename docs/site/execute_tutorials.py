@@ -4,7 +4,7 @@
     python docs/site/execute_tutorials.py build/tutorials
 
 The interpreter has to have this package, torch, transformers, nbclient and ipykernel: that of the tests. A cell that raises is an
-error, and so is one that takes longer than two minutes.
+error, and so are one that takes longer than two minutes, and an output with a warning or with the name of the directory in use.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ def main() -> int:
     for path in sorted(TUTORIALS.glob("*.ipynb")):
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=destination) as directory:
-            notebook = execute(path, Path(directory).resolve() / "nvme")
+            place = Path(directory).resolve() / "nvme"
+            notebook = execute(path, place)
+        outputs = [str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+        wrong = [output for output in outputs if "Warning" in output or str(place) in output]
+        if wrong or not outputs:
+            sys.exit(f"{path.name}: {wrong[0] if wrong else 'no cell has an output'}")
         nbformat.write(notebook, destination / path.name)
         print(f"{path.name}: {time.perf_counter() - begun:.1f} s", flush=True)
     return 0

@@ -397,7 +397,7 @@ class TestKeys:
         with deepnvme.Engine() as engine:
             monkeypatch.setattr(loading, "shared_engine", lambda path, config: engine)
             found = deepnvme.load(path, keys=["wanted"])
-            assert engine.stats().bytes_read == 8_000_000
+            assert 8_000_000 <= engine.stats().bytes_read <= 8_000_000 + 2 * 4096  # chunks are whole pages
         assert_same(found, {"wanted": obj["wanted"]})
 
     def test_entries_keep_the_order_and_share_memory(self, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme import Engine
+from deepnvme.checkpoint import file_io
 from deepnvme.checkpoint.file_io import FileSlice, memory_for, read, read_small_pieces, started
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
+from deepnvme.memory import host
 from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes, memory_of
@@ -75,8 +78,30 @@ class TestFailures:
         assert pool.in_use == 0
 
 
+@pytest.mark.parametrize("huge", ["huge pages", "ordinary pages", "ordinary pages later"])
+@pytest.mark.parametrize("nbytes", [SIZE - 5, 5 << 20, (4 << 20) + 1])
+def test_a_tensor_is_read_on_the_pages_that_come_fast(
+    path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, huge: str, nbytes: int
+) -> None:
+    answers = {"huge pages": [True] * 9, "ordinary pages": [False] * 9, "ordinary pages later": [True, *[False] * 9]}[huge]
+    following = iter(answers)
+    monkeypatch.setattr(file_io, "populate_huge_pages", lambda address, nbytes: next(following))
+    told: list[tuple[int, int]] = []
+    placed = placed_at((5, nbytes), (SIZE - 100, 100), (PAGE, DIRECT_FROM))
+    pool = BufferPool(16 << 20)
+    read(placed, path, engine, pool, lambda done, total: told.append((done, total)))
+    assert_read(placed)
+    assert told == sorted(told)
+    assert told[-1] == (nbytes + 100 + DIRECT_FROM,) * 2
+    assert pool.in_use == 0
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["huge", "ordinary"])
 @pytest.mark.parametrize("seed", range(8))
-def test_pieces_at_any_places_are_read(path: Path, engine: Engine, seed: int) -> None:
+def test_pieces_at_any_places_are_read(
+    path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int, slow: bool
+) -> None:
+    monkeypatch.setattr(host, "_slow_until", math.inf if slow else 0.0)
     rng = random.Random(seed)
     places, at = [], rng.choice((0, 5, PAGE))
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -125,10 +126,61 @@ def test_a_streamed_model_generates_what_it_does_in_memory(drive: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
-def test_without_transformers_the_example_has_its_help_and_says_what_to_install(drive: Path) -> None:
-    example = str(EXAMPLES / "generate_streamed.py")
-    told = ((["--help"], 0, "Generate text with a Llama"), (["--dir", str(drive)], 1, "pip install 'deepnvme[transformers]'"))
-    for more, code, said in told:
+def test_a_mixture_generates_what_it_does_in_memory(drive: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
+    plot = tmp_path / "mixture.png"
+    printed = run("generate_mixture.py", "--dir", drive, "--size", 0.01, "--tokens", 6, "--plot", plot)
+    assert "6 tokens, every one the same in memory" in printed
+    rows = re.findall(rf"│ (experts on demand|in memory) +│ +[\d.]+ │ +{SPREAD} │ +(\d+) │", printed)
+    assert [row[0] for row in rows] == ["experts on demand", "in memory"]
+    hits = re.search(r"^experts: 13 tokens .*?([\d.]+)% of them in memory", printed, re.MULTILINE)
+    assert hits is not None
+    assert 0 < float(hits[1]) < 100
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert list(drive.iterdir()) == []
+
+
+def test_a_mixture_of_the_users_generates_from_a_prompt_and_without_matplotlib_there_is_no_plot(
+    drive: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, plot = drive / "mixture", tmp_path / "mixture.png"
+    words = {word: number for number, word in enumerate(["<unk>", "once", "upon", "a", "time"])}
+    tokenizers = pytest.importorskip("tokenizers")
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=split, unk_token="<unk>").save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 5}
+    config = transformers.OlmoeConfig(num_experts=8, num_experts_per_tok=2, pad_token_id=0, eos_token_id=None, **sizes)
+    transformers.OlmoeForCausalLM(config).save_pretrained(folder)
+    program = "import runpy, sys; sys.modules['matplotlib'] = None; "
+    program += f"sys.argv = {['', str(folder), '--prompt', 'once upon a', '--tokens', '4', '--plot', str(plot)]}; "
+    program += f"runpy.run_path({str(EXAMPLES / 'generate_mixture.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pip install matplotlib" in done.stderr
+    assert re.search(r"^once upon a( \S+){4}$", done.stdout, re.MULTILINE)
+    assert "4 tokens, every one the same in memory" in done.stdout
+    assert not plot.exists()
+
+
+def test_a_mixture_without_a_tokenizer_is_told_in_a_sentence(drive: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+    config = transformers.OlmoeConfig(num_experts=8, num_experts_per_tok=2, eos_token_id=None, **sizes)
+    transformers.OlmoeForCausalLM(config).save_pretrained(drive / "mixture")
+    command = [sys.executable, EXAMPLES / "generate_mixture.py", drive / "mixture", "--prompt", "once upon"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "makes no tokens of 'once upon': does tokenizer.json lie there?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_transformers_the_examples_have_their_help_and_say_what_to_install(drive: Path) -> None:
+    told = [(["--help"], 0, "Generate text with a "), (["--dir", str(drive)], 1, "pip install 'deepnvme[transformers]'")]
+    for name, (more, code, said) in itertools.product(("generate_streamed.py", "generate_mixture.py"), told):
+        example = str(EXAMPLES / name)
         program = "import runpy, sys; sys.modules['transformers'] = None; "
         program += f"sys.argv = {[example, *more]}; runpy.run_path({example!r}, run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)

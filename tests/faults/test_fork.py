@@ -117,6 +117,27 @@ assert handle.wait() == 1
 """).check()  # fmt: skip
 
 
+def test_a_streamed_model_and_offloaded_experts_refuse_a_call(interpreters: Any, drive: Path) -> None:
+    interpreters.run(HARNESS.format(path=str(drive / "model.safetensors")) + """
+from safetensors.torch import save_file
+from deepnvme.streaming import offload_experts, stream
+torch.set_num_threads(2)
+layer = torch.nn.Module()
+layer.experts = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(2))
+layer.forward = lambda hidden: layer.experts[0](hidden)
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
+for each, file in ((model, path), (layer, path + ".experts.safetensors")):
+    save_file(each.state_dict(), file)
+hidden = torch.ones(512, 512)
+with torch.inference_mode(), stream(model, path, memory_budget="1GB"), offload_experts(layer, file):
+    for module in (model, layer):
+        module(hidden)  # from now on all weights that it uses are in memory, and torch has threads
+        answer = child(lambda: module(hidden), seconds=20)
+        assert answer.startswith("RuntimeError") and answer.endswith("load the model here"), answer
+        module(hidden)
+""").check()  # fmt: skip
+
+
 @pytest.mark.parametrize("write", ["engine.write(tensor, path)", "engine.write_many([tensor], path, [0])"])
 @pytest.mark.parametrize(
     "call", ["future.result()", "future.exception()", "future.result(3600)", "future.cancel()", "future.done()"]

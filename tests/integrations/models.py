@@ -39,6 +39,20 @@ KINDS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
+
+def qwen4_exp(**more: Any) -> transformers.PretrainedConfig:
+    """A mixture in which two layers have tables of n-grams, each of which is several tensors in the files."""
+    small: dict[str, Any] = {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2, "num_experts": 4,
+        "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 64, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "heads_per_ngram": 4,
+        "ngram_vocab_size_base": 500, "split_ngram_parts": 16, "make_ngram_vocab_size_divisible_by": 16, "eos_token_id": 2,
+    }  # fmt: skip
+    return transformers.Qwen4ExpTextConfig(**{**small, **SIZES, **more})
+
+
 SOME_KINDS = ["llama", "deepseek", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "t5"))]
 """For tests beside one that has all kinds."""
 
@@ -70,3 +84,12 @@ def tokens(model: transformers.PreTrainedModel, **options: Any) -> torch.Tensor:
     """Six new ones a row, whatever they are."""
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(**prompts(), **options)
+
+
+def logits(model: torch.nn.Module, kind: str = "llama") -> torch.Tensor:
+    """Return the logits of :func:`prompts`; of an encoder-decoder, for their first tokens."""
+    inputs = prompts()
+    if kind == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
+    with torch.no_grad():
+        return model(**inputs).logits

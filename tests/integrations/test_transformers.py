@@ -21,16 +21,9 @@ from deepnvme.swap import TensorStore
 
 from ..support.disks import Disk
 from . import models
+from .models import logits
 
 KINDS = list(models.KINDS)
-
-
-def logits(model: torch.nn.Module, kind: str) -> torch.Tensor:
-    inputs = models.prompts()
-    if kind == "t5":
-        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
-    with torch.no_grad():
-        return model(**inputs).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,16 +21,9 @@ from deepnvme.streaming import WeightMismatch, from_pretrained
 
 from ..support.engines import failing
 from . import models
+from .models import logits
 
 KINDS = list(models.KINDS)
-
-
-def logits(model: torch.nn.Module, kind: str = "llama") -> torch.Tensor:
-    inputs = models.prompts()
-    if kind == "t5":
-        inputs["decoder_input_ids"] = inputs["input_ids"][:, :3]
-    with torch.no_grad():
-        return model(**inputs).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,6 +85,13 @@ def test_what_has_to_be_written_needs_a_store(options: Any, drive: Path) -> None
     models.checkpoint("llama", drive / "checkpoint")
     with pytest.raises(ValueError, match=f"{next(iter(options))} needs path"):
         from_pretrained(drive / "checkpoint", **options)
+
+
+def test_a_store_has_no_tables_of_a_given_size(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(ValueError, match=r"min_table_bytes is for a checkpoint.* got '1KB'"):
+        from_pretrained(drive / "checkpoint", path=drive / "store", min_table_bytes="1KB")
+    assert not (drive / "store").exists()
 
 
 def test_weights_that_the_checkpoint_lacks_are_named_before_memory_is_taken_for_them(drive: Path) -> None:
@@ -228,3 +228,44 @@ def test_a_damaged_checkpoint_and_a_shard_that_is_missing(drive: Path) -> None:
     (drive / "shards" / shard).unlink()
     with pytest.raises(OSError, match=shard):
         from_pretrained(drive / "shards")
+
+
+def test_what_is_no_folder_of_a_checkpoint_is_named(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    (drive / "empty").mkdir()
+    for name in (drive / "nowhere", f"{drive}/nowhere", "./nowhere", "~/nowhere", "models/of/nowhere"):
+        with pytest.raises(FileNotFoundError, match="No such file") as absent:
+            from_pretrained(name)
+        assert absent.value.filename == str(name)
+    for name, inner in ((drive / "empty", ""), (drive, "empty")):
+        with pytest.raises(FileNotFoundError, match=r"no config\.json") as empty:
+            from_pretrained(name, subfolder=inner)
+        assert empty.value.filename == str(drive / "empty")
+    file = drive / "checkpoint" / "model.safetensors"
+    with pytest.raises(NotADirectoryError, match="takes the folder of a checkpoint") as a_file:
+        from_pretrained(file)
+    assert a_file.value.filename == str(file)
+    config = transformers.AutoConfig.from_pretrained(drive / "checkpoint")
+    (drive / "checkpoint" / "config.json").unlink()
+    from_pretrained(drive / "checkpoint", config=config).streaming.close()
+
+
+def test_a_pointer_of_git_lfs_is_named(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    file = drive / "checkpoint" / "model.safetensors"
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n")
+    with pytest.raises(CorruptCheckpoint, match="git lfs pull") as pointer:
+        from_pretrained(drive / "checkpoint")
+    assert pointer.value.filename == str(file)
+
+
+def test_a_model_without_experts_has_none_on_demand(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts that can be read on demand: leave experts= out"):
+        from_pretrained(drive / "checkpoint", experts="on-demand")
+
+
+def test_the_name_of_a_class_is_no_class(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    with pytest.raises(TypeError, match=r"model_class must be a class, such as .*, got 'LlamaForCausalLM'"):
+        from_pretrained(drive / "checkpoint", model_class="LlamaForCausalLM")

@@ -516,6 +516,27 @@ void quantize_at_random(unsigned seed) {
     }
 }
 
+// Codes and scales of any bits, in blocks of any size.
+void dequantize_fp8_at_random(unsigned seed) {
+    std::mt19937 random(seed);
+    for (const FloatType type : {FloatType::float32, FloatType::float16, FloatType::bfloat16}) {
+        for (int round = 0; round < 10; ++round) {
+            const std::uint64_t rows = 1 + random() % 900, columns = 1 + random() % 2000;
+            const std::uint64_t block_rows = 1 + random() % 300, block_columns = 1 + random() % 300;
+            const std::uint64_t grid = (rows + block_rows - 1) / block_rows * ((columns + block_columns - 1) / block_columns);
+            std::vector<std::byte> codes(rows * columns), scales(grid * sizeof(float));
+            for (std::byte& code : codes) code = static_cast<std::byte>(random());
+            for (std::byte& part : scales) part = static_cast<std::byte>(random());
+            std::vector<std::byte> shared(rows * columns * (type == FloatType::float32 ? 4 : 2)), alone(shared.size());
+            Matrix matrix{Scheme::fp8, type, rows, columns, shared.data(), scales.data(), codes.data(), block_rows, block_columns};
+            dequantize({&matrix, 1}, 4);
+            matrix.values = alone.data();
+            dequantize({&matrix, 1}, 1);
+            if (shared != alone) complain("threads that share the work find other FP8 values than one");
+        }
+    }
+}
+
 // Pickles of random operations with fitting arguments, then damaged and cut off, each in memory of just its size: nothing is read
 // beyond it, and what is found is within the limits.
 void walk_pickles_at_random(unsigned seed) {
@@ -594,7 +615,7 @@ int main(int argc, char** argv) {
                 trouble(argv[1], choice, made, seed);
     std::vector<std::thread> copying;
     for (unsigned seed = 0; seed < 3; ++seed) copying.emplace_back(copy_at_random, seed);
-    for (unsigned seed = 0; seed < 2; ++seed) copying.emplace_back(quantize_at_random, seed);
+    for (unsigned seed = 0; seed < 2; ++seed) copying.emplace_back(quantize_at_random, seed), copying.emplace_back(dequantize_fp8_at_random, seed);
     for (auto& thread : copying) thread.join();
     for (unsigned seed = 0; seed < 3; ++seed) lay_out_at_random(seed);
     for (unsigned seed = 0; seed < 3; ++seed) sum_at_random(seed);

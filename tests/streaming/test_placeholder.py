@@ -42,7 +42,8 @@ def made() -> Any:
     ],
 )
 def test_what_needs_data_is_refused_by_name(named: str, use: Callable[[Any], Any]) -> None:
-    with pytest.raises(RuntimeError, match=rf"^{named}.*: the weight 'layer\.weight' is streamed.* forward of 'layer'"):
+    text = r"the weight 'layer\.weight' is streamed.* forward of 'layer'.* use it there, or close\(restore=True\) what streams"
+    with pytest.raises(RuntimeError, match=rf"^{named}.*: {text}"):
         use(made())
 
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, stream
+from deepnvme.swap import OutOfBuffers
 
 from ..support.engines import transfers_through
 from ..support.examples import examples
@@ -228,6 +229,18 @@ def test_views_that_are_kept_are_never_overwritten(build: Build) -> None:
         del kept
         assert world.streamed(INPUT, [3])[0][0] == 3
     assert torch.equal(world.memory(INPUT, [3])[0], torch.full((WIDTH,), 3.0))
+
+
+def test_too_little_memory_for_reading_ahead_is_told_and_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("deepnvme.memory.pool._CHECKED_FROM", 0)
+        patch.setattr("deepnvme.memory.pool.available_memory", lambda: 1000)
+        streaming = world.stream()
+        told = r"weights of 'parts\.\d': .* 1000 bytes are available .*; a smaller prefetch needs less"
+        with torch.no_grad(), pytest.raises(OutOfBuffers, match=told):
+            world.streamed(INPUT, ORDER)
+    with streaming, torch.no_grad():
+        world.check(ORDER)
 
 
 def test_autograd_that_keeps_all_weights_is_told_what_to_do(world: World) -> None:

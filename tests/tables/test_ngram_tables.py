@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme.tables import Table, open_ngram_tables
+from deepnvme import Engine
+from deepnvme.tables import RowScales, RowsUnreadable, Table, open_ngram_tables
+
+from ..support.fp8 import dequantized, quantized
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -64,6 +68,21 @@ def test_a_table_in_several_shards_is_one(sharded: tuple[Path, dict[str, torch.T
         assert list(tables) == ["bigram.weight"]
 
 
+def test_shards_in_fp8_are_dequantised_with_the_scales_of_all_rows(drive: Path) -> None:
+    codes, scales = quantized(torch.randn(60, 40), (16, 32))
+    shards = {f"ngram.shard_{number}.weight": codes[20 * number : 20 * number + 20] for number in range(3)}
+    save_file({**shards, "other": codes.clone()}, drive / "fp8.safetensors")
+    given = RowScales(scales, torch.float32, block=(16, 32))
+    with opened(drive / "fp8.safetensors", scales={"ngram.weight": given}) as tables:
+        values = dequantized(codes, scales, (16, 32), torch.float32)
+        for table in (tables["ngram.weight"], pickle.loads(pickle.dumps(tables["ngram.weight"]))):
+            assert torch.equal(table.read(torch.arange(60)), values)
+        assert tables["other"].dtype == torch.float8_e4m3fn
+    for wrong, text in (({"ngram": given}, "scales for 'ngram', and no table"), ({"other": RowScales(scales[:2])}, "of shape")):
+        with pytest.raises(ValueError, match=text):
+            open_ngram_tables(drive / "fp8.safetensors", scales=wrong)
+
+
 def test_rows_that_cannot_be_read_are_named_with_their_shard(drive: Path) -> None:
     values = torch.arange(3000 * 64, dtype=torch.float32).view(3000, 64)
     for number in range(3):
@@ -107,3 +126,56 @@ def test_what_is_wrong_is_said(sharded: tuple[Path, dict[str, torch.Tensor]], dr
         save_file({"t.part0": torch.zeros(3, 2), "t.part1": wrong}, drive / f"{name}.safetensors")
         with pytest.raises(ValueError, match="same shape and dtype"):
             open_ngram_tables(drive / f"{name}.safetensors")
+
+
+class BrokenReads:
+    """The future of reads of which some fail."""
+
+    def __init__(self, future: Any, path: str, failed: list[int]) -> None:
+        self._future, self._path, self._failed = future, path, failed
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def exception(self, timeout: float | None = None) -> OSError:
+        self._future.exception(timeout)
+        error = OSError(errno.EIO, "Input/output error", self._path)
+        error.indices = self._failed  # type: ignore[attr-defined]
+        return error
+
+
+def test_few_rows_of_many_files_are_read_by_one_call(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [torch.randn(61, 40) for _ in range(12)]
+    for number, part in enumerate(parts):
+        save_file({f"ngram.shard_{number}.weight": part}, drive / f"{number}.safetensors")
+    index = {f"ngram.shard_{number}.weight": f"{number}.safetensors" for number in range(12)}
+    (drive / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    whole, sound = torch.cat(parts), Engine.read_many
+    calls: list[list[str]] = []
+    broken: set[str] = set()
+
+    def read_many(self: Engine, tensors: Any, source: Any, offsets: Any) -> Any:
+        calls.append([file.path for file in source])
+        future = sound(self, tensors, source, offsets)
+        failed = [number for number, file in enumerate(source) if file.path in broken]
+        return BrokenReads(future, *broken, failed) if failed else future
+
+    monkeypatch.setattr(Engine, "read_many", read_many)
+    with opened(drive, memory_budget=0) as tables:
+        table = tables["ngram.weight"]
+        ids = torch.arange(16).view(2, 8) * 47 % 732
+        for some in (ids, torch.tensor([60, 61, 731]), torch.arange(732)):  # the last rows of files end within a sector
+            assert torch.equal(table.read(some), whole[some])
+        assert [len(set(paths)) for paths in calls] == [12, 3, 12]
+        broken.add(str(drive / "2.safetensors"))
+        rows = torch.zeros(4, 40)
+        with pytest.raises(RowsUnreadable, match="row 130 at offset") as raised:
+            table.read(torch.tensor([700, 0, 130, 70]), rows)
+        assert [(each.row, each.file) for each in raised.value.failed] == [(130, str(drive / "2.safetensors"))]
+        assert torch.equal(rows[[0, 1, 3]], whole[[700, 0, 70]])
+        broken.clear()
+        os.truncate(drive / "7.safetensors", 0)
+        with pytest.raises(RowsUnreadable, match="row 470 at offset") as changed:
+            table.read(ids)
+        assert (changed.value.errno, changed.value.filename) == (errno.ESTALE, str(drive / "7.safetensors"))
+        assert torch.equal(table.read(torch.tensor([3, 100])), whole[[3, 100]])

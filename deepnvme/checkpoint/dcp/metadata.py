@@ -10,6 +10,7 @@ import collections
 import enum
 import importlib
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Sized
@@ -39,7 +40,7 @@ _LARGEST = 2 << 30
 """Most bytes of a metadata file, enough for ten million parts. Unpickled, it takes up to 40 times as much memory."""
 
 
-def load_metadata(path: Path) -> torch_metadata.Metadata:
+def load_metadata(path: Path, whole: bool = True) -> torch_metadata.Metadata:
     """Read the metadata file of a distributed checkpoint. Blocks.
 
     The file may refer to the classes that torch's writer uses, and to classes that the user has added with
@@ -47,10 +48,12 @@ def load_metadata(path: Path) -> torch_metadata.Metadata:
 
     Args:
         path: The metadata file.
+        whole: Whether the file describes the items of all ranks, not only the chunks of one rank.
 
     Raises:
         UnpicklingError: If the file refers to any other class or function. Names it.
-        CorruptCheckpoint: If the file is damaged, would change a class of torch, or refers to files outside its directory.
+        CorruptCheckpoint: If the file is damaged, would change a class of torch, or refers to files outside its directory; if
+            ``whole``, also if it lacks chunks of a tensor.
         OSError: If the file cannot be read. Names the file.
     """
     try:
@@ -68,7 +71,7 @@ def load_metadata(path: Path) -> torch_metadata.Metadata:
     except Exception as error:  # a damaged pickle can raise anything
         raise CorruptCheckpoint(path, f"its pickle cannot be read: {type(error).__name__}: {error}") from error
     try:
-        _check(path, loaded)
+        _check(path, loaded, whole)
     except (ValueError, RecursionError) as error:  # from showing a name with too many digits or levels for Python
         raise CorruptCheckpoint(path, f"an item has no name that can be shown: {error}") from error
     return loaded  # type: ignore[no-any-return]
@@ -185,13 +188,23 @@ def _is_described(item: Any) -> bool:
         return False
 
 
-def _check(path: Path, loaded: Any) -> None:
+def _missing_elements(item: Any) -> int:
+    """Return how many elements of a described item are in none of its chunks, provided that no chunks overlap."""
+    if isinstance(item, torch_metadata.BytesStorageMetadata):
+        return 0
+    missing: int = math.prod(item.size) - sum(math.prod(chunk.sizes) for chunk in item.chunks)
+    return max(missing, 0)
+
+
+def _check(path: Path, loaded: Any, whole: bool) -> None:
     """Raise CorruptCheckpoint unless ``loaded`` is complete metadata and names only files in the directory of ``path``."""
     if not isinstance(loaded, torch_metadata.Metadata) or not isinstance(getattr(loaded, "state_dict_metadata", None), dict):
         raise CorruptCheckpoint(path, f"it should hold a Metadata, and holds a {type(loaded).__name__}")
     for key, item in loaded.state_dict_metadata.items():
         if not isinstance(key, str) or not _is_described(item):
             raise CorruptCheckpoint(path, f"it does not say what item {key!r} is")
+        if whole and (missing := _missing_elements(item)):
+            raise CorruptCheckpoint(path, f"its chunks of item {key!r} lack {missing} of its elements")
     items = loaded.storage_data
     if not isinstance(items, dict):
         raise CorruptCheckpoint(path, "it does not say where the items are")

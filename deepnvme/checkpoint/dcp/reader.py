@@ -125,7 +125,7 @@ class NVMeReader(FileSystemReader):
         rank = kwargs.get("rank")
         file = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         self._metadata_read = file, file_io.file_version(file)
-        metadata = load_metadata(file)
+        metadata = load_metadata(file, whole=rank is None)
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -108,7 +108,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Elements]:
         (length,) = _LENGTH.unpack(start)
         if length > LONGEST_HEADER:
             why = f"it begins with {start!r}: its header would have {length} bytes, and may have {LONGEST_HEADER}"
-            raise CorruptCheckpoint(path, f"{why}. Is it a safetensors file?")
+            hint = "Git LFS left a pointer here: run git lfs pull" if start == b"version " else "Is it a safetensors file?"
+            raise CorruptCheckpoint(path, f"{why}. {hint}")
         text = file.read(length)
     if len(text) < length:
         raise CorruptCheckpoint(path, f"its header is cut off: expected {length} bytes, found {len(text)}")

@@ -335,8 +335,24 @@ def leave_on_meta(model: nn.Module) -> None:
         gone = _is_absent(tensor) if isinstance(tensor, nn.Parameter) else plain and _is_unset(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if gone else None
 
-    if replace_tensors(model, on_meta):
-        _left_on_meta.add(model)
+    replaced = set(replace_tensors(model, on_meta).values())
+    if not replaced:
+        return
+    _left_on_meta.add(model)
+    for module in model.modules():
+        lost = replaced.intersection([*module._parameters.values(), *module._buffers.values()])
+        if lost and _refuse_state_dict not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise RuntimeError from ``state_dict()`` while weights of the module are on the meta device: it would save no values."""
+    gone = [repr(prefix + name) for name, tensor in weights_by_name(module).items() if tensor.is_meta]
+    if gone:
+        raise RuntimeError(
+            f"state_dict() of weights without values ({shorten(gone, _SHOWN)}): their training was closed without restore=True,"
+            " or could not be begun. Give them values by load_state_dict(..., assign=True), or make the model anew"
+        )
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[torch.Tensor, torch.Tensor]:

@@ -53,6 +53,11 @@ def partition_model(model: nn.Module, blocks: Iterable[nn.Module | str] | None =
                 ' with torch.device("meta"), call OffloadedTraining(model_on_meta, ..., process_group=mesh.get_group()), and give'
                 " its load_state_dict() the states of the model and its optimizer. Each rank then has the same shards"
             )
+        if hasattr(param, "on_demand"):
+            raise ValueError(
+                "the model has experts that are read on demand, and OffloadedTraining reads weights itself: close(restore=True)"
+                " the OffloadedExperts, or train adapters of the other modules with an optimizer of torch"
+            )
         if type(param) is not nn.Parameter or param.device.type not in ("cpu", "meta") or param.layout is not torch.strided:
             kind = f"a {type(param).__name__} of layout {param.layout} on {param.device}"
             raise ValueError(f"only parameters that are dense, on the CPU, and of no subclass can be offloaded, got {kind}")

@@ -13,19 +13,27 @@ import torch
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.cache.block import Block, State
 from deepnvme.cache.block_cache import BlockCache, Use
-from deepnvme.streaming.extent_memory import PinnedSlots
+from deepnvme.streaming.extent_memory import PinnedSlots, ViewsKept
 
 from .expert_reader import ExpertBlock, ExpertReader, explain
 
 HALF_LIFE = 64
-"""Tokens after which a use counts half. benchmarks/expert_residents.py compares policies: the hit rate of this one is within 1.5
-points of the best fixed choice of experts while a text keeps its topic, and 2 to 12 points above it where topics change. LRU has
-up to 40 points less, S3-FIFO up to 8."""
+"""Tokens after which a use counts half. benchmarks/expert_residents.py compares policies: the hit rate of this one is within 3
+points of the best fixed choice of experts while a text keeps its topic, and 3 to 12 points above it where topics change. LRU has
+up to 40 points less, S3-FIFO up to 13; shorter half-lives lose more than they gain."""
 
 
-_BUSY_BYTES = 16 << 20
-"""Bytes in transfer that keep a drive busy. Experts read ahead take the memory of others: in a simulation with three tenths of
-the experts in memory, reading all chosen experts of a layer ahead cost 2 points of the hit rate, and this limit 1."""
+_BUSY_BYTES = 40 << 20
+"""Bytes in transfer that keep a drive busy: two experts of up to 20 MiB. Whether that is faster than 16 MiB is
+not settled: of two pairs of runs with experts of 24 MiB, one was 7 % faster, the other 18 % slower. Experts read ahead take the
+memory of others: in a simulation with three tenths of the experts in memory, reading all chosen experts of a layer ahead cost
+2 points of the hit rate, and a limit of one or two experts 1 point."""
+
+
+_REMEDY = (
+    "somebody keeps tensors over weights of experts, such as autograd for a backward: call the model in torch.no_grad(), or give"
+    " a larger memory_budget; a model of transformers keeps none after set_experts_implementation('grouped_mm')"
+)
 
 
 class ExpertCache:
@@ -41,6 +49,7 @@ class ExpertCache:
     def __init__(self, reader: ExpertReader, nbytes: int) -> None:
         # Slots of two sizes leave holes, which cost 1.5 points of the hit rate in a simulation. A BufferPool leaves none, but it
         # pinned new memory for two thirds of the reads.
+        self._reader = reader
         self._cache = _CacheByWorth(reader, PinnedSlots(nbytes), busy_bytes=_BUSY_BYTES)
         self._used: ExpertBlock | None = None
 
@@ -58,7 +67,7 @@ class ExpertCache:
 
         Raises:
             OSError: If reading fails. The message names layer, expert and offset; ``filename`` is the file.
-            OutOfBuffers: If views of weights keep all memory.
+            OutOfBuffers: If views of weights keep all memory, or the system has too little. The message says what to do.
         """
         self.end_use()
         self._used = block  # before the use begins: after an interrupt, it may have begun or not
@@ -66,6 +75,10 @@ class ExpertCache:
             self._cache.acquire([block])
         except OSError as error:
             raise explain(error, block.part) from error
+        except ViewsKept as error:
+            raise ViewsKept(f"{error}: {_REMEDY}") from error
+        finally:
+            self._reader.record_ended()
         memory = block.memory.buffer
         if not block.moved:
             address = memory.data_ptr()

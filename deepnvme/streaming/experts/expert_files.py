@@ -7,18 +7,22 @@ import itertools
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from deepnvme.checkpoint.file_io import Version, file_version
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
-from deepnvme.checkpoint.weight_locations import Location, weights_in
+from deepnvme.checkpoint.weight_locations import Location
 from deepnvme.memory.alignment import PAGE, padded
+from deepnvme.model.fp8 import dequantize_matrices, float32_scales
 from deepnvme.model.structure import weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
 from deepnvme.streaming.located_weights import renamed
-from deepnvme.streaming.weights.checkpoint_weights import MergedWeight, Place
+from deepnvme.streaming.weights.checkpoint_weights import located_in
+from deepnvme.streaming.weights.places import MergedWeight, Place, ScaledPart, ScaledWeight, paths_of
 
 Checkpoint: TypeAlias = str | os.PathLike[str] | Mapping[str, Place]
 """Path of a checkpoint, as for :func:`weights_in`, or the places of weights by their names in the model."""
@@ -52,6 +56,10 @@ class ExpertSlice(NamedTuple):
     """The ranges. Neighbours in a file are one range."""
     merged: bool = False
     """Whether transformers makes the weight of several tensors, in memory of its own, while it loads it."""
+    scaled: tuple[ScaledPart, ...] = ()
+    """The scales of an FP8 part. They are read behind it, and it is dequantised for each use: in memory it has half the bytes."""
+    dtype: torch.dtype | None = None
+    """Dtype of the values of an FP8 part."""
 
     @property
     def start(self) -> int:
@@ -64,8 +72,18 @@ class ExpertSlice(NamedTuple):
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes of memory, beginning at a page, that the part is read into."""
+        """Bytes of memory, beginning at a page, that the part is read into, and its scales behind it."""
+        return padded(self.scales_start + sum(each.nbytes for each in self.scale_ranges))
+
+    @property
+    def scales_start(self) -> int:
+        """Offset of the scales in the memory that the part is read into."""
         return padded(self.start + self.info.nbytes)
+
+    @property
+    def scale_ranges(self) -> tuple[FileRange, ...]:
+        """Where the scales of an FP8 part lie in the files; empty for other parts."""
+        return tuple(FileRange(scales.path, scales.offset, scales.info.nbytes) for _, scales in self.scaled)
 
     @property
     def place(self) -> int:
@@ -77,15 +95,26 @@ class ExpertSlice(NamedTuple):
         return self.start // _ALLOCATED * _ALLOCATED if self.merged else self.start
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the part as a view of its memory, at :attr:`place`."""
-        return memory[self.place : self.place + self.info.nbytes].view(self.info.dtype).view(self.info.shape)
+        """Return the part as a view of its memory, at :attr:`place`; of an FP8 part the values, in memory of their own."""
+        stored = memory[self.place : self.place + self.info.nbytes]
+        if not self.scaled:
+            return stored.view(self.info.dtype).view(self.info.shape)
+        parts = []
+        at = self.scales_start
+        for matrices, scales in self.scaled:
+            there = memory[at : at + scales.info.nbytes].clone()
+            parts.append((matrices, float32_scales(there.view(scales.info.dtype))))
+            at += scales.info.nbytes
+        values = torch.empty(self.info.shape, dtype=self.dtype)
+        dequantize_matrices(stored, parts, values)
+        return values
 
     def __str__(self) -> str:
         layer, _, weight = self.weight.rpartition(".")
         return f"expert {self.expert} of {layer!r} ({weight})"
 
 
-def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, int | None]) -> dict[str, list[ExpertSlice]]:
+def slices_in(model: nn.Module, places: Mapping[str, Place], weights: Mapping[str, int | None]) -> dict[str, list[ExpertSlice]]:
     """Return where the experts' parts of weights lie, by the weight's name in the model.
 
     A packed weight has all experts of its layer along its first dimension. The files may have it packed too, or a tensor for
@@ -93,7 +122,7 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
 
     Args:
         model: The model; it may be on the meta device.
-        checkpoint: The checkpoint.
+        places: Where the weights of the model lie, by their names in the model.
         weights: Names of the weights, each with the number of the only expert that it belongs to, or None for a packed weight.
 
     Returns:
@@ -101,12 +130,10 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
 
     Raises:
         WeightMismatch: If the checkpoint lacks a weight, or has it in another shape.
-        ValueError: If transformers rearranges a weight while loading it, or if a weight is quantised, or its tensors in the files
-            are not ranges of bytes.
+        ValueError: If transformers rearranges a weight while loading it, or if a weight is quantised other than to FP8 with
+            scales, or its tensors in the files are not ranges of bytes.
         CorruptCheckpoint: If a part ends past the end of its file.
-        Exception: Any error of :func:`weights_in`.
     """
-    places = checkpoint if isinstance(checkpoint, Mapping) else _places(model, checkpoint, weights)
     own = weights_by_name(model)
     differences = []
     slices: dict[str, list[ExpertSlice]] = {}
@@ -119,29 +146,49 @@ def slices_in(model: nn.Module, checkpoint: Checkpoint, weights: Mapping[str, in
         else:
             count, *shape = wanted.shape if number is None else (1, *wanted.shape)
             part, merged = WeightInfo(info.dtype, tuple(shape)), isinstance(place, MergedWeight)
-            ranges = [_cut(place, index * part.nbytes, part.nbytes) for index in range(count)]
-            slices[name] = [
-                ExpertSlice(name, index if number is None else number, part, each, merged) for index, each in enumerate(ranges)
-            ]
+            slices[name] = []
+            for index in range(count):
+                first, expert = index * part.nbytes, index if number is None else number
+                if isinstance(place, ScaledWeight):
+                    ranges, scales = _cut(place.codes, first, part.nbytes), _cut_scales(place, first, part.nbytes)
+                    slices[name].append(ExpertSlice(name, expert, part, ranges, scaled=scales, dtype=wanted.dtype))
+                else:
+                    slices[name].append(ExpertSlice(name, expert, part, _cut(place, first, part.nbytes), merged))
     if differences:
         raise WeightMismatch("the experts of the checkpoint are not those of the model", differences)
     _check_within_files(slices)
     return slices
 
 
-def _places(model: nn.Module, checkpoint: str | os.PathLike[str], names: Container[str]) -> Mapping[str, Place]:
-    """Return where weights of a model lie in a checkpoint, by their names in the model: those in ``names`` and some others.
+def places_in(
+    model: nn.Module, checkpoint: Checkpoint, names: Container[str]
+) -> tuple[Mapping[str, Place], Mapping[str, Version]]:
+    """Return where weights of a model lie in a checkpoint, by their names in the model; and the version of each file, by path.
 
     A model of transformers gets the names and conversions with which transformers loads it; others have the checkpoint's names.
+    Versions are from before the headers were read; those of a mapping from now.
+
+    Args:
+        model: The model.
+        checkpoint: The checkpoint.
+        names: Names of the weights; others may be left out.
+
+    Raises:
+        ValueError: If transformers rearranges a weight while loading it.
+        Exception: Any error of :func:`weights_in`.
     """
-    found = weights_in(checkpoint)
+    if isinstance(checkpoint, Mapping):
+        return checkpoint, {
+            path: file_version(path) for name in checkpoint if name in names for path in paths_of(checkpoint[name])
+        }
+    found, versions = located_in(checkpoint, model)
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return found
+        return found, versions
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     places, _ = renamed(model, found, get_model_conversion_mapping(model), only=names)
-    return places
+    return places, versions
 
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -150,11 +197,13 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def _info(name: str, place: Place) -> WeightInfo:
     """Return dtype and shape of a weight. Raises ValueError unless it is ranges of bytes in files, of floating-point values."""
+    if isinstance(place, ScaledWeight):
+        return place.info
     spread = isinstance(place, Location) and place.elements is not None
     if isinstance(place, torch.Tensor) or not place.info.nbytes or spread:
         raise ValueError(f"{name!r} is not one range of bytes in a file, as an expert's weight has to be: save it contiguously")
     if place.info.dtype not in _DTYPES:
-        raise ValueError(f"{name!r} is {place.info} in the checkpoint: quantised experts are not read on demand")
+        raise ValueError(f"{name!r} is {place.info} in the checkpoint: of quantised experts, those in FP8 are read on demand")
     return place.info
 
 
@@ -177,11 +226,30 @@ def _cut(place: Place, begin: int, nbytes: int) -> tuple[FileRange, ...]:
     return tuple(ranges)
 
 
+def _cut_scales(place: ScaledWeight, begin: int, nbytes: int) -> tuple[ScaledPart, ...]:
+    """Return the scales of ``nbytes`` bytes of an FP8 weight, from its byte ``begin`` on, by their parts.
+
+    Raises ValueError if some scale is one of these bytes and of others, too.
+    """
+    found = []
+    for matrices, scales in place.parts:
+        low, high = max(matrices.begin, begin), min(matrices.begin + matrices.numel, begin + nbytes)
+        if low >= high:
+            continue
+        part = matrices.narrow(low, high - low)
+        _, rows, columns = part.grid
+        shape = (part.count, rows, columns)
+        offset = (low - matrices.begin) // (part.rows * part.columns) * rows * columns * scales.info.dtype.itemsize
+        there = Location(scales.path, scales.offset + offset, WeightInfo(scales.info.dtype, shape))
+        found.append(ScaledPart(replace(part, begin=low - begin), there))
+    return tuple(found)
+
+
 def _check_within_files(slices: Mapping[str, Sequence[ExpertSlice]]) -> None:
     """Raise CorruptCheckpoint if a part ends past the end of its file."""
     sizes: dict[str, int] = {}
     for each in itertools.chain.from_iterable(slices.values()):
-        for path, offset, nbytes in each.ranges:
+        for path, offset, nbytes in (*each.ranges, *each.scale_ranges):
             size = sizes.setdefault(path, -1)
             if size < 0:
                 size = sizes[path] = os.stat(path).st_size

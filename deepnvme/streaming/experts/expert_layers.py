@@ -26,6 +26,11 @@ class ExpertLayer:
     """By the name of each weight that is read on demand: the module that it belongs to, and its name in there."""
     _own_forward: Any = None
 
+    @property
+    def mixture(self) -> str:
+        """Name of the module that has all experts of this layer: of packed ones, this module, and else the list around it."""
+        return self.name if self.number is None else self.name.rpartition(".")[0]
+
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Yield name and tensor of each of the weights."""
         return ((name, self.tensor(name)) for name in self.weights)
@@ -41,7 +46,7 @@ class ExpertLayer:
         module._parameters[key] = weight
 
     def wrap(self, forward: Any) -> None:
-        """Replace the module's forward."""
+        """Replace the module's forward, until :meth:`unwrap` restores its own."""
         self._own_forward = self.module.__dict__.get("forward")
         self.module.forward = forward
 
@@ -55,17 +60,18 @@ class ExpertLayer:
     def chosen(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int, int], int]:
         """Return the experts that a call of the module uses, each with its number of tokens; and the number of all tokens.
 
-        Of packed experts, these are the numbers in the first argument that is a tensor of integers. Numbers beyond the last
-        expert mean no expert. Without such an argument nothing is known ahead.
+        Of packed experts, these are the numbers in the first argument that is a tensor of integers, of one dimension or more.
+        Negative numbers count from the last expert, and numbers out of range mean no expert. Without such an argument nothing is
+        known ahead.
         """
         if self.number is not None:
             return {0: 1}, 0
         integers = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dtype in _INTEGERS)
         numbers = next(integers, None)
-        if numbers is None or not numbers.numel():
+        if numbers is None or not numbers.dim() or not numbers.numel():
             return {}, 0
         experts = min(self.tensor(name).shape[0] for name in self.weights)
-        counts = torch.bincount(numbers.reshape(-1))[:experts].tolist()
+        counts = torch.bincount(numbers[(numbers >= -experts) & (numbers < experts)] % experts).tolist()
         return {number: count for number, count in enumerate(counts) if count}, numbers.numel() // numbers.shape[-1]
 
     def order(self, chosen: Sequence[int]) -> list[tuple[str, int]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
 
 from deepnvme.model.weight_differences import WeightInfo
-from deepnvme.streaming.placeholder import Placeholder
+from deepnvme.streaming.placeholder import RESTORE, Placeholder
 
 Read = Callable[[int], torch.Tensor]
 """Returns the weight of an expert, by the expert's number. Blocks until it is in memory."""
+IsRead = Callable[[int], bool]
+"""Returns whether the weight of an expert, by the expert's number, is in memory. Never blocks."""
 
 
 class UnreadExperts(Placeholder):
@@ -25,6 +28,8 @@ class UnreadExperts(Placeholder):
 
     read: Read
     """Reads the weight of an expert."""
+    is_read: IsRead
+    """Returns whether the weight of an expert is in memory."""
     is_transposed: bool
     """Whether the last two dimensions are exchanged."""
     on_demand = True
@@ -32,12 +37,16 @@ class UnreadExperts(Placeholder):
 
     @staticmethod
     def make(
-        weight: str, layer: str, info: WeightInfo, device: torch.device, read: Read, transposed: bool = False
+        weight: str, layer: str, info: WeightInfo, device: torch.device, read: Read, is_read: IsRead, transposed: bool = False
     ) -> UnreadExperts:
         """Return such a tensor. ``info``: its dtype and shape; others as for :class:`Placeholder`."""
         made = UnreadExperts(weight, layer, info, device)
-        made.read, made.is_transposed = read, transposed
+        made.read, made.is_read, made.is_transposed = read, is_read, transposed
         return made
+
+    def in_memory_first(self, numbers: Iterable[int]) -> list[int]:
+        """Return experts in the order in which they are best computed: others are read while those in memory compute."""
+        return sorted(numbers, key=lambda number: (not self.is_read(number % self.shape[0]), number))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -67,8 +76,7 @@ class UnreadExperts(Placeholder):
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{what}: the experts in {self.weight!r} are read when they are chosen, during the forward of {self.block!r}, for"
-            " transformers' experts implementations eager, grouped_mm and batched_mm; for anything else, close(restore=True) the"
-            " OffloadedExperts first"
+            f" transformers' experts implementations eager, grouped_mm and batched_mm; for anything else, {RESTORE}"
         )
 
 
@@ -108,7 +116,7 @@ def _index(weight: Any, indices: Sequence[torch.Tensor | None]) -> torch.Tensor 
         return None
     numbers = rows.tolist()
     stacked = torch.empty((len(numbers), *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
-    for expert in sorted(set(numbers)):
+    for expert in weight.in_memory_first(set(numbers)):
         one = weight.expert(expert)
         for place in [place for place, number in enumerate(numbers) if number == expert]:
             stacked[place] = one
@@ -121,7 +129,9 @@ def _transpose(weight: UnreadExperts, first: int, second: int) -> UnreadExperts 
         return None
     experts, rows, columns = weight.shape
     info = WeightInfo(weight.dtype, (experts, columns, rows))
-    return UnreadExperts.make(weight.weight, weight.block, info, weight.device, weight.read, not weight.is_transposed)
+    return UnreadExperts.make(
+        weight.weight, weight.block, info, weight.device, weight.read, weight.is_read, not weight.is_transposed
+    )
 
 
 def _grouped_mm(
@@ -140,11 +150,11 @@ def _grouped_mm(
     if out_dtype not in (None, rows.dtype):
         return None
     result = rows.new_zeros((rows.shape[0], weight.shape[2]))
-    begin = 0
-    for expert, end in enumerate(offs.tolist()):
-        if begin < end:
-            torch.mm(rows[begin:end], weight.expert(expert), out=result[begin:end])
-            begin = end
+    ends = offs.tolist()
+    groups = {expert: (begin, end) for expert, (begin, end) in enumerate(itertools.pairwise([0, *ends])) if begin < end}
+    for expert in weight.in_memory_first(groups):
+        begin, end = groups[expert]
+        torch.mm(rows[begin:end], weight.expert(expert), out=result[begin:end])
     return result
 
 

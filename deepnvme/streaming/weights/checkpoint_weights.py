@@ -9,16 +9,18 @@ which is widened to whole pages: at most 8 KiB more than the weights. An extent 
 
 A weight that the model wants in another form is copied after the read: see :attr:`Weight.elements`. The pieces of a weight that
 are several tensors in the files, such as the experts of a mixture, are read right where they belong in it. The engine copies
-them on the way, since they begin at other places of a page in memory than in the file.
+them on the way, since they begin at other places of a page in memory than in the file. An FP8 weight is dequantised instead of
+copied. The scales of an extent's weights are runs of their own, which come first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,14 +33,16 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.lease import Transfer
 from deepnvme.memory.tensor_bytes import check_storable, contiguous_strides
-from deepnvme.model.structure import find_ties
+from deepnvme.model.structure import find_ties, weights_by_name
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch, described
 from deepnvme.telemetry.descriptions import representation, shorten, size_for_people, state_text
 from deepnvme.transfer.gather import Transfers
 
 from .build_pipeline import structure_for
 from .extent_store import ExtentStore
-from .manifest import Extent, Weight
+from .manifest import Extent, ScalesInExtent, Weight
+from .places import MergedWeight, Place, Run, ScaledWeight, paths_of
+from .scales import quantization_beside, with_scales
 from .weight_store import IN_FLIGHT_BYTES
 
 if TYPE_CHECKING:
@@ -46,32 +50,6 @@ if TYPE_CHECKING:
 
 _DEVICE_ALIGNMENT = 16
 """Bytes. Least alignment of weights on a CUDA device, whose libraries choose other kernels for less."""
-
-
-class Run(NamedTuple):
-    """Bytes of a file that are read at once: neighbouring weights, widened to whole pages; or a piece of a merged weight."""
-
-    path: str
-    """Path of the file."""
-    offset: int
-    """Where the run begins in the file, in bytes."""
-    nbytes: int
-    """Bytes of the run."""
-    place: int
-    """Where the run begins in the extent, or the piece in its weight, in bytes."""
-
-
-class MergedWeight(NamedTuple):
-    """A weight that is several tensors in files, which follow one another in memory."""
-
-    info: WeightInfo
-    """Shape of the weight, and the dtype of all its pieces."""
-    pieces: tuple[Run, ...]
-    """The pieces. Their places, from the start of the weight, cover it without gaps."""
-
-
-Place = torch.Tensor | Location | MergedWeight
-"""Where a weight lies. A tensor stands only for a weight without elements."""
 
 
 class CheckpointWeights(ExtentStore):
@@ -83,7 +61,7 @@ class CheckpointWeights(ExtentStore):
         weights: Where each weight of the model lies, by name.
         versions: Version of each file, taken before its header was read: see :func:`file_version`.
         model: The model that the weights are for. It may be on the meta device. Floating-point weights of other dtypes are
-            converted to the model's as they are read.
+            converted to the model's as they are read, FP8 weights with their scales.
         device: Where the model computes.
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
@@ -124,31 +102,6 @@ class CheckpointWeights(ExtentStore):
             raise
         super().__init__(extents, structure.needs(), structure.ties)
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: str | os.PathLike[str],
-        model: nn.Module,
-        device: torch.device | str | None = None,
-        aio_config: AioConfig | None = None,
-    ) -> CheckpointWeights:
-        """Find a model's weights in a checkpoint. Blocks while headers are read.
-
-        Args:
-            checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
-            model: As for the constructor.
-            device: As for the constructor.
-            aio_config: As for the constructor.
-
-        Raises:
-            Exception: Any error of the constructor and of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
-        """
-        versions: dict[str, Version] = {}
-        for path in files_of(checkpoint):
-            with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
-                versions[path] = file_version(path)
-        return cls(weights_in(checkpoint), versions, model, device, aio_config)
-
     @property
     def title(self) -> str:
         """What the weights are read from, for error messages."""
@@ -177,9 +130,9 @@ class CheckpointWeights(ExtentStore):
                 try:
                     started.start(self._files.read, run.path, run.offset, out[run.place : run.place + run.nbytes])
                 except OSError as error:
-                    self._check_unchanged([run.path], error)
+                    check_unchanged([run.path], self._versions, error)
                     raise
-        return _CheckedRead(started, self, list(dict.fromkeys(run.path for run in runs)))
+        return CheckedRead(started, list(dict.fromkeys(run.path for run in runs)), self._versions)
 
     def verifies(self, extent: str) -> bool:
         """Return True: after each read, the versions of the extent's files are compared."""
@@ -201,22 +154,18 @@ class CheckpointWeights(ExtentStore):
             lambda: state_text(self._closed, self._process),
         )
 
-    def _check_unchanged(self, paths: Sequence[str], cause: BaseException | None = None) -> None:
-        """Raise CorruptCheckpoint if one of the files is no longer the one in which the weights were located.
 
-        Raises FileNotFoundError if a file is gone. ``cause`` becomes the cause of the error.
-        """
-        for path in paths:
-            if file_version(path) != self._versions[path]:
-                why = "it was changed while its weights were streamed: load the model again"
-                raise CorruptCheckpoint(path, why) from cause
+class CheckedRead:
+    """A transfer from checkpoint files, whose :meth:`exception` also finds out whether a file was changed.
 
+    Args:
+        reads: The transfer.
+        paths: The files.
+        versions: Version of each file, by path, from before its header was read.
+    """
 
-class _CheckedRead:
-    """The reads of an extent's runs as one transfer, whose :meth:`exception` also finds out whether a file was changed."""
-
-    def __init__(self, reads: Transfers, store: CheckpointWeights, paths: Sequence[str]) -> None:
-        self._reads, self._store, self._paths = reads, store, paths
+    def __init__(self, reads: Transfer, paths: Sequence[str], versions: Mapping[str, Version]) -> None:
+        self._reads, self._paths, self._versions = reads, paths, versions
 
     def done(self) -> bool:
         """Return whether all reads have ended. Never blocks."""
@@ -226,10 +175,79 @@ class _CheckedRead:
         """Wait for all reads. Return the first error, or one that says that a file was changed; None if there is none."""
         error = self._reads.exception(timeout)
         try:
-            self._store._check_unchanged(self._paths, error)
+            check_unchanged(self._paths, self._versions, error)
         except OSError as changed:
             return changed
         return error
+
+
+def located_in(checkpoint: str | os.PathLike[str], model: nn.Module) -> tuple[dict[str, Place], dict[str, Version]]:
+    """Return where the weights of a checkpoint lie, by name, and the versions of its files. Blocks while headers are read.
+
+    Weights of experts that :func:`offload_experts` reads on demand are left out.
+
+    Args:
+        checkpoint: As for :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+        model: The model that the weights are for.
+
+    Returns:
+        (weights, versions): the weights by name, and the version of each file, by path, from before its header was read.
+
+    Raises:
+        WeightMismatch: If experts of the model are read on demand, and the checkpoint has weights that the model does not have.
+        TypeError: If a weight of the checkpoint lies in no file as it is in memory.
+        CorruptCheckpoint: If the checkpoint was changed meanwhile.
+        Exception: Any error of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
+    """
+    versions: dict[str, Version] = {}
+    for path in files_of(checkpoint):
+        with contextlib.suppress(FileNotFoundError):  # of which weights_in says more
+            versions[path] = file_version(path)
+    own = weights_by_name(model)
+    weights = _without_experts(with_scales(weights_in(checkpoint), quantization_beside(checkpoint), own=own), model, own)
+    _check_located(weights, versions)
+    return weights, versions
+
+
+def _without_experts(weights: dict[str, Place], model: nn.Module, own: Container[str]) -> dict[str, Place]:
+    """Return the weights of a checkpoint other than those of experts that are read on demand.
+
+    Raises WeightMismatch if there are such experts, and weights that the model does not have.
+    """
+    parameters = (
+        (path, *each) for path, module in model.named_modules(remove_duplicate=False) for each in module._parameters.items()
+    )
+    experts = {f"{path}.{key}" for path, key, weight in parameters if hasattr(weight, "on_demand")}
+    modules = {name.rpartition(".")[0] for name in experts}
+
+    def is_expert(name: str) -> bool:
+        """Return whether a weight in the files is one of an experts' module, or that of one of its experts, by number."""
+        numbered = re.match(r"(.+)\.\d+\.", name)
+        return name in experts or (numbered is not None and numbered[1] in modules and name not in own)
+
+    others = {name: place for name, place in weights.items() if not is_expert(name)}
+    unexpected = [f"unexpected: {name!r}" for name in others if name not in own]
+    if experts and unexpected:
+        text = f"experts of this {type(model).__name__} are read on demand, and the checkpoint has weights under names that the"
+        text += " model does not have: if transformers renames them, use deepnvme.streaming.from_pretrained(experts='on-demand')"
+        raise WeightMismatch(text, unexpected)
+    return others
+
+
+def check_unchanged(paths: Iterable[str], versions: Mapping[str, Version], cause: BaseException | None = None) -> None:
+    """Raise CorruptCheckpoint if one of the files is no longer the one in which the weights were located.
+
+    Args:
+        paths: Paths of the files.
+        versions: Their versions at that time, by path.
+        cause: Becomes the cause of the error.
+
+    Raises:
+        FileNotFoundError: If a file is gone.
+    """
+    for path in paths:
+        if file_version(path) != versions.get(path):
+            raise CorruptCheckpoint(path, "it was changed while its weights were streamed: load the model again") from cause
 
 
 _SIZE = 2
@@ -250,7 +268,7 @@ def _check_located(weights: Mapping[str, Place], versions: Mapping[str, Version]
                 text = f"weight {name!r} lies in no file as it is in memory, so it cannot be streamed: build a WeightStore"
                 raise TypeError(text)
             continue
-        for path in [weight.path] if isinstance(weight, Location) else [piece.path for piece in weight.pieces]:
+        for path in paths_of(weight):
             if path not in versions:
                 raise CorruptCheckpoint(path, "the checkpoint was changed while it was opened: load the model again")
 
@@ -299,29 +317,60 @@ def lay_out(
         sizes: Bytes of the files, by path.
         alignment: Least alignment in bytes that the model wants of a weight, besides the size of the dtype.
     """
-    located = {weight: each for weight, (each, _) in weights.items() if isinstance(each, Location) and each.info.nbytes}
-    ranges = sorted((each.path, each.offset, each.offset + _span(each), weight) for weight, each in located.items())
-    runs: list[Run] = []
-    placed: list[Weight] = []
-    for path, begin, end, weight in ranges:
-        first, last = begin // PAGE * PAGE, min(padded(end, PAGE), sizes[path])
-        run = runs[-1] if runs else None
-        if run is not None and run.path == path and first <= run.offset + run.nbytes:
-            runs[-1] = run = run._replace(nbytes=max(run.nbytes, last - run.offset))
-        else:
-            run = Run(path, first, last - first, 0 if run is None else padded(run.place + run.nbytes, PAGE))
-            runs.append(run)
-        offset = run.place + begin - run.offset
-        placed.append(_placed(weight, located[weight], weights[weight][1], offset, alignment))
-    end = padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
-    for weight, (each, info) in weights.items():
+    codes = {weight: each.codes if isinstance(each, ScaledWeight) else each for weight, (each, _) in weights.items()}
+    located = {weight: each for weight, each in codes.items() if isinstance(each, Location) and each.info.nbytes}
+    scaled = {weight: each.parts for weight, (each, _) in weights.items() if isinstance(each, ScaledWeight)}
+    runs, scales_at = _runs([part.scales for parts in scaled.values() for part in parts], sizes, 0)
+    own, places = _runs(located.values(), sizes, _end(runs))
+    runs += own
+    placed = []
+
+    def place(weight: str, offset: int) -> None:
+        """Add a weight, which lies at ``offset`` of the extent."""
+        found = _placed(weight, codes[weight], weights[weight][1], offset, alignment)
+        if weight in scaled:
+            there = (ScalesInExtent(part.matrices, scales_at[part.scales], part.scales.info) for part in scaled[weight])
+            found = found._replace(scales=tuple(there))
+        placed.append(found)
+
+    for weight in sorted(located, key=lambda weight: (*_range(located[weight]), weight)):
+        place(weight, places[located[weight]])
+    end = _end(runs)
+    for weight, each in codes.items():
         if weight in located:
             continue
         if isinstance(each, MergedWeight):
             runs += [piece._replace(place=end + piece.place) for piece in each.pieces]
-        placed.append(_placed(weight, each, info, end, alignment))
+        place(weight, end)
         end = padded(placed[-1].end, PAGE)
     return Extent(name, tuple(placed)), tuple(runs)
+
+
+def _runs(locations: Iterable[Location], sizes: Mapping[str, int], end: int) -> tuple[list[Run], dict[Location, int]]:
+    """Return runs that have weights in files, and the offset of each weight in the extent. The first run begins at ``end``."""
+    runs: list[Run] = []
+    places: dict[Location, int] = {}
+    for location in sorted(set(locations), key=_range):
+        path, begin, last = _range(location)
+        first, last = begin // PAGE * PAGE, min(padded(last, PAGE), sizes[path])
+        run = runs[-1] if runs else None
+        if run is not None and run.path == path and first <= run.offset + run.nbytes:
+            runs[-1] = run = run._replace(nbytes=max(run.nbytes, last - run.offset))
+        else:
+            run = Run(path, first, last - first, _end(runs) or end)
+            runs.append(run)
+        places[location] = run.place + begin - run.offset
+    return runs, places
+
+
+def _end(runs: Sequence[Run]) -> int:
+    """Return the offset in the extent of the first page behind the last run."""
+    return padded(runs[-1].place + runs[-1].nbytes, PAGE) if runs else 0
+
+
+def _range(location: Location) -> tuple[str, int, int]:
+    """Return the path of a weight's file, and its first byte and the one behind its last byte in the file."""
+    return location.path, location.offset, location.offset + _span(location)
 
 
 def _placed(name: str, weight: Place, info: WeightInfo, offset: int, alignment: int) -> Weight:

@@ -16,6 +16,7 @@ from deepnvme.checkpoint.formats.elements import Elements
 from deepnvme.files.manifest import MOST_DIMENSIONS, checked_fields, number, numbers, string, with_checksum
 from deepnvme.memory.alignment import PAGE, padded
 from deepnvme.memory.tensor_bytes import dtype_named
+from deepnvme.model.fp8 import ScaledMatrices, float32_scales
 from deepnvme.model.quantization import ALIGNMENT, SCHEMES, QuantizedLayout, Scheme, dequantize, is_worth_quantizing
 from deepnvme.model.weight_differences import WeightInfo
 from deepnvme.store.manifest import CorruptManifest
@@ -26,6 +27,22 @@ _KIND = "deepnvme weights", 1
 """Name and version of the manifest's format."""
 LARGEST = 64 << 20
 """Most bytes of a manifest: enough for half a million weights."""
+
+
+class ScalesInExtent(NamedTuple):
+    """The scales of a part of an FP8 weight: where they are in the extent."""
+
+    matrices: ScaledMatrices
+    """The part."""
+    offset: int
+    """Where the scales begin, in bytes from the start of the extent."""
+    info: WeightInfo
+    """Dtype and shape of the scales."""
+
+    def float32(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the scales in float32. ``memory``: the bytes of the extent."""
+        stored = memory[self.offset : self.offset + self.info.nbytes].clone()  # its address is aligned
+        return float32_scales(stored.view(self.info.dtype))
 
 
 class Weight(NamedTuple):
@@ -45,6 +62,8 @@ class Weight(NamedTuple):
     Only weights that are read from a checkpoint's own files have to be copied: for another dtype, for other strides, or because
     they begin at a place that is no multiple of their dtype's size.
     """
+    scales: tuple[ScalesInExtent, ...] = ()
+    """The scales of an FP8 weight of a checkpoint, for its parts in the order of their values. None for all other weights."""
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +97,14 @@ class Weight(NamedTuple):
         return self.stored(memory).view(self.info.dtype).view(self.info.shape)
 
     def copy(self, memory: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the weight, if it is not quantised, into ``out``, which has the dtype and shape that the model wants.
+        """Copy a weight that is neither quantised nor in FP8 into ``out``, which has the dtype and shape that the model wants.
 
         Args:
             memory: The bytes of the extent.
             out: Where the weight is copied to. It does not overlap the weight's bytes in ``memory``.
         """
         assert self.scheme is None
+        assert not self.scales
         if self.elements is None:
             out.copy_(self.view(memory))
             return

@@ -132,6 +132,20 @@ def test_a_tensor_that_is_not_described_is_refused(path: Path, fields: dict[str,
     assert refused.value.filename == str(path)
 
 
+@pytest.mark.parametrize("sizes", [[], [[4, 3]], [[4, 3], [2, 2]]], ids=str)
+def test_missing_chunks_of_a_tensor_are_refused_but_in_the_file_of_one_rank(path: Path, sizes: list[list[int]]) -> None:
+    """The missing elements would have kept the values that the tensor had before the load, without a word."""
+    places = [(0, 0), (4, 0), (4, 1)]
+    chunks = [metadata.ChunkStorageMetadata(torch.Size(at), torch.Size(each)) for at, each in zip(places, sizes, strict=False)]
+    made = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size([6, 3]), chunks)
+    path.write_bytes(pickle.dumps(Metadata({"a": made}, storage_data={})))
+    missing = 18 - sum(rows * columns for rows, columns in sizes)
+    with pytest.raises(CorruptCheckpoint, match=rf"its chunks of item 'a' lack {missing} of its elements") as refused:
+        load_metadata(path)
+    assert refused.value.filename == str(path)
+    load_metadata(path, whole=False)
+
+
 @pytest.mark.parametrize("storage_meta", [5, 0, "s", [], Field])
 def test_a_storage_meta_that_is_none_is_refused(path: Path, storage_meta: Any) -> None:
     path.write_bytes(pickle.dumps(Metadata({}, storage_data={}, storage_meta=storage_meta)))

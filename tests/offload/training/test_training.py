@@ -406,7 +406,11 @@ def test_a_model_whose_values_are_gone_is_on_the_meta_device_and_not_begun_anew(
         model(*batch(0))
     with pytest.raises(ValueError, match=r"no values any more .* closed without restore=True"):
         training_of(model, drive)
+    for part, name in ((model, "blocks.0.norm.weight"), (model.blocks, "0.norm.weight")):
+        with pytest.raises(RuntimeError, match=rf"without values \('{name}'.*: their training was closed without restore=True"):
+            part.state_dict()
     model.load_state_dict(expected.state_dict(), assign=True)
+    assert model.state_dict().keys() == expected.state_dict().keys()
     model(*batch(0)).backward()
     model.zero_grad()
     model.load_state_dict(expected.state_dict())  # a forward counts its calls

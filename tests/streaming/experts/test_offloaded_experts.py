@@ -6,10 +6,13 @@ import copy
 import errno
 import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +21,16 @@ from torch import nn
 
 from deepnvme.checkpoint.formats.pt_records import CorruptCheckpoint
 from deepnvme.checkpoint.weight_locations import Location
+from deepnvme.drives.profiles import engine_for
+from deepnvme.memory.pool import OutOfBuffers
 from deepnvme.model.weight_differences import WeightInfo, WeightMismatch
+from deepnvme.offload import OffloadedTraining
 from deepnvme.streaming import OffloadedExperts, WeightStore, offload_experts, stream
+from deepnvme.streaming.experts import offloaded_experts
+from deepnvme.streaming.experts.expert_files import places_in
+from deepnvme.streaming.experts.expert_layers import ExpertLayer, expert_layers
 
-from ...support.engines import transfers_through
+from ...support.engines import transfers_are, transfers_through
 from ...support.interrupts import ctrl_c_every, ctrl_c_in_a_wait_for
 
 EXPERTS, WIDTH, LAYERS = 8, 32, 3
@@ -152,21 +161,99 @@ def test_experts_that_tokens_choose_often_stay_in_memory(packed: World) -> None:
         assert experts.report().layers["mixtures.0"].hits == 2
 
 
+def test_the_report_says_what_memory_would_do_and_how_busy_the_drive_is(packed: World) -> None:
+    layer = packed.offloaded.mixtures[0]
+    with packed.offload(4 * PART) as experts, torch.inference_mode():
+        assert (experts.report().drive_share, experts.report().budget_for_90_percent) == (0, 0)
+        for chosen, calls in (([0, 1], 9), ([6, 7], 1)):
+            for _ in range(calls):
+                layer(torch.randn(1, WIDTH), torch.tensor([chosen]))
+        report = experts.report()
+        assert report.budget_for_90_percent == 2 * 2 * PART  # of experts 0 and 1, with two weights each
+        assert 0 <= report.seconds_waited <= report.seconds  # 0 if each read had ended when it was asked for
+        assert 0 < report.drive_share <= 1
+        assert "instead of" not in str(report)  # the budget is as large already
+        experts.close(restore=True)
+    with packed.offload(1 << 30) as experts, torch.inference_mode():
+        layer(torch.randn(1, WIDTH), torch.tensor([[6, 7]]))
+        experts.reset()
+        layer(torch.randn(1, WIDTH), torch.tensor([[6, 7]]))
+        assert (experts.report().bytes_read, experts.report().drive_share) == (0, 0)
+        assert experts.report().seconds > 0
+
+
+def test_the_report_says_which_budget_would_do_and_what_each_layer_read(packed: World) -> None:
+    layer = packed.offloaded.mixtures[0]
+    with packed.offload(2 * PART) as experts, torch.inference_mode():
+        for expert in range(3):
+            layer(torch.randn(1, WIDTH), torch.tensor([[expert]]))
+        report = experts.report()
+        assert f"once read, 90 % would have been in memory with {6 * PART / 1e6:.1f} MB of experts instead" in str(report)
+        figures = report.as_dict("experts_")
+        assert [figures[f"experts_layers_mixtures.0_{name}"] for name in ("chosen", "hits", "read")] == [3, 0, 3]
+        assert report.bytes_per_second == report.bytes_read / report.seconds_reading > 0
+
+
+def test_time_between_calls_is_not_in_the_report(packed: World) -> None:
+    layer = packed.offloaded.mixtures[0]
+    with packed.offload() as experts, torch.inference_mode():
+        began = time.perf_counter()
+        layer(torch.randn(1, WIDTH), torch.tensor([[0]]))
+        time.sleep(0.2)
+        layer(torch.randn(1, WIDTH), torch.tensor([[1]]))
+        assert 0 < experts.report().seconds < time.perf_counter() - began - 0.2
+
+
+def test_experts_that_are_modules_are_forgotten_when_the_topic_changes(drive: Path) -> None:
+    """Although they had more uses, and nobody says how many tokens there were."""
+    world = World(Separate, drive)
+    layer, hidden = world.offloaded.mixtures[0].experts, torch.randn(1, WIDTH)
+    with world.offload(4 * 3 * 4096) as experts, torch.inference_mode():  # of 4 experts, with weight and bias
+        for call in range(600):
+            layer[call % 2](hidden)
+        experts.reset()
+        for call in range(1200):
+            layer[2 + call % 3](hidden)
+        report = experts.report()
+        assert report.hit_rate > 0.8
+        assert "token" not in str(report)
+        assert {name: layer.chosen for name, layer in report.layers.items()} == {
+            "mixtures.0.experts": 1200, "mixtures.1.experts": 0, "mixtures.2.experts": 0
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "known"), [([[-1, 1]], {1: 1, 7: 1}), ([[10**13, 1]], {1: 1}), ([[-9, 8], [2, 2]], {2: 2}), (3, {})]
+)
+def test_numbers_that_choose_no_expert_are_not_counted(packed: World, ids: Any, known: dict[int, int]) -> None:
+    layer = expert_layers(packed.memory, ["mixtures.*"])[0]
+    assert layer.chosen((torch.randn(1, WIDTH), torch.tensor(ids)), {})[0] == known
+
+
+def test_negative_numbers_count_from_the_last_expert(packed: World) -> None:
+    hidden, chosen = torch.randn(1, WIDTH), torch.tensor([[-1, 1]])
+    with packed.offload(), torch.inference_mode():
+        assert torch.equal(packed.offloaded.mixtures[0](hidden, chosen), packed.memory.mixtures[0](hidden, chosen))
+
+
 def test_other_weights_may_be_streamed(world: World, tmp_path: Path) -> None:
     with world.offload() as experts, WeightStore.build(world.offloaded, tmp_path / "store") as store:
         assert not any("down" in name or ".experts." in name for name in store.weights)
-        with stream(world.offloaded, store):
-            world.check()
-        assert experts.report().bytes_read > 0
+        for source in (store, world.path):
+            experts.reset()
+            with stream(world.offloaded, source) as streaming:
+                world.check()
+                streaming.close(restore=True)
+            assert experts.report().bytes_missed > 0
 
 
-def test_gradients_reach_the_inputs(packed: World) -> None:
+def test_gradients_reach_the_inputs(world: World) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(4, WIDTH)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
-    packed.memory.requires_grad_(False)
-    with packed.offload(1 << 30):
-        for model, each in zip((packed.memory, packed.offloaded), inputs, strict=True):
+    world.memory.requires_grad_(False)
+    with world.offload(1 << 30):
+        for model, each in zip((world.memory, world.offloaded), inputs, strict=True):
             model(each).square().sum().backward()
     assert torch.equal(*[each.grad for each in inputs])
 
@@ -257,6 +344,76 @@ def test_a_file_that_was_replaced_or_cut_off_is_named(packed: World) -> None:
         assert raised.value.filename == str(packed.path)
 
 
+def test_an_expert_that_is_overwritten_while_it_is_read_is_neither_used_nor_kept(packed: World) -> None:
+    reads = 0
+
+    def overwritten(name: str, sound: Callable[..., Any]) -> Callable[..., Any]:
+        def transfer(*arguments: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            if reads == 2:
+                data = packed.path.read_bytes()
+                with packed.path.open("r+b") as file:
+                    file.seek(len(data) // 4)
+                    file.write(bytes(len(data) - len(data) // 4))
+            return sound(*arguments)
+
+        return transfer
+
+    hidden, chosen = torch.randn(1, WIDTH), torch.tensor([[7]])
+    with packed.offload(1 << 30) as experts, torch.inference_mode():
+        with transfers_are(overwritten), pytest.raises(CorruptCheckpoint, match=r"changed.*expert 7 of 'mixtures\.2'"):
+            packed.offloaded.mixtures[2](hidden, chosen)
+        with pytest.raises(CorruptCheckpoint, match="changed") as raised:
+            packed.offloaded.mixtures[2](hidden, chosen)
+        assert raised.value.filename == str(packed.path)
+        assert not experts._blocks["mixtures.2.down"][7].in_memory
+
+
+def test_a_file_that_is_replaced_after_its_header_was_read_is_refused(packed: World) -> None:
+    engines = []
+
+    def replaced(*arguments: Any) -> Any:
+        found = places_in(*arguments)
+        save_file({name: weight + 1 for name, weight in packed.memory.state_dict().items()}, packed.path)
+        return found
+
+    def opened(*arguments: Any) -> Any:
+        engines.append(engine_for(*arguments))
+        return engines[-1]
+
+    with (
+        mock.patch.multiple(offloaded_experts, places_in=replaced, engine_for=opened),
+        pytest.raises(CorruptCheckpoint, match="changed") as raised,
+    ):
+        packed.offload()
+    assert raised.value.filename == str(packed.path)
+    assert [engine.closed for engine in engines] == [True]
+    packed.check()
+
+
+def test_ctrl_c_while_weights_are_replaced_leaves_the_model_as_it_was(world: World) -> None:
+    wrap, weights = ExpertLayer.wrap, world.offloaded.state_dict()
+
+    def interrupted(layer: ExpertLayer, forward: Any) -> None:
+        wrap(layer, forward)
+        signal.raise_signal(signal.SIGINT)
+
+    with mock.patch.object(ExpertLayer, "wrap", interrupted), pytest.raises(KeyboardInterrupt):
+        world.offload()
+    found = world.offloaded.state_dict()
+    assert all(found[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
+    assert not any("forward" in vars(module) for module in world.offloaded.modules())
+    world.check()
+
+
+def test_a_budget_that_autograd_uses_up_is_told_with_the_remedy(packed: World) -> None:
+    with packed.offload(2 * PART):
+        with pytest.raises(OutOfBuffers, match=r"no_grad.*larger memory_budget.*grouped_mm"):
+            packed.offloaded(torch.randn(5, WIDTH).requires_grad_())
+        packed.check()
+
+
 def test_an_expert_past_the_end_of_the_file_is_named_before_anything_is_read(packed: World) -> None:
     os.truncate(packed.path, 4000)
     places = {
@@ -265,7 +422,7 @@ def test_an_expert_past_the_end_of_the_file_is_named_before_anything_is_read(pac
         for key in ("up", "down")
     }
     with pytest.raises(CorruptCheckpoint, match=r"expert 0 of 'mixtures\.0' \(up\) .* byte 4104, and the file has 4000"):
-        offload_experts(packed.offloaded, places, memory_budget=4 * PART, modules=["mixtures.*"])
+        OffloadedExperts(packed.offloaded, places, 4 * PART, ["mixtures.*"], None, None)
     packed.check()  # all weights are still there
 
 
@@ -302,6 +459,31 @@ def test_what_would_need_all_experts_is_refused(packed: World, use: Callable[[nn
     with packed.offload():
         with pytest.raises(RuntimeError, match=text):
             use(packed.offloaded)
+        packed.check()
+
+
+def test_a_training_that_reads_weights_itself_is_refused(world: World, tmp_path: Path) -> None:
+    with world.offload(), pytest.raises(ValueError, match=r"experts that are read on demand.*train adapters"):
+        OffloadedTraining(world.offloaded, torch.optim.AdamW, path=tmp_path)
+
+
+def test_experts_that_were_closed_without_restore_cannot_be_restored(packed: World) -> None:
+    experts = packed.offload()
+    experts.close()
+    experts.close()
+    with pytest.raises(RuntimeError, match="load the model again"):
+        experts.close(restore=True)
+
+
+def test_the_budget_is_set_before_experts_are_read(packed: World) -> None:
+    with packed.offload(0) as experts:
+        experts.set_memory_budget(1 << 30)
+        packed.check()
+        experts.reset()
+        packed.check()
+        assert experts.report().bytes_read == 0
+        with pytest.raises(RuntimeError, match="before experts are read"):
+            experts.set_memory_budget(0)
         packed.check()
 
 

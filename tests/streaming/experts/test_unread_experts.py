@@ -21,8 +21,9 @@ class Experts:
     def __init__(self) -> None:
         self.memory = torch.linspace(-1, 1, EXPERTS * ROWS * COLUMNS).sin().view(EXPERTS, ROWS, COLUMNS)
         self.read: list[int] = []
+        self.in_memory: set[int] = set()
         info = WeightInfo(torch.float32, (EXPERTS, ROWS, COLUMNS))
-        self.unread = UnreadExperts.make("layer.up", "layer", info, torch.device("cpu"), self._read)
+        self.unread = UnreadExperts.make("layer.up", "layer", info, torch.device("cpu"), self._read, self.in_memory.__contains__)
 
     def _read(self, expert: int) -> torch.Tensor:
         self.read.append(expert)
@@ -63,6 +64,20 @@ def test_groups_of_rows_and_experts_without_rows_are_not_read(
         )
         assert torch.equal(unread, memory)
     assert experts.read == [0, 2]
+
+
+def test_experts_in_memory_are_computed_before_those_that_are_being_read(experts: Experts) -> None:
+    experts.in_memory.update((2, 3))
+    rows, ends = torch.linspace(0, 1, 6 * COLUMNS).cos().view(6, COLUMNS), torch.tensor([2, 3, 5, 6], dtype=torch.int32)
+    with torch.inference_mode():
+        unread, memory = (
+            torch.nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+            for weight in (experts.unread, experts.memory)
+        )
+        assert torch.equal(unread, memory)
+        assert experts.read == [2, 3, 0, 1]
+        assert torch.equal(experts.unread[torch.tensor([1, 3])], experts.memory[torch.tensor([1, 3])])
+        assert experts.read[4:] == [3, 1]
 
 
 def test_an_expert_that_does_not_exist_is_refused(experts: Experts) -> None:

@@ -25,7 +25,7 @@ from deepnvme.checkpoint import CorruptCheckpoint
 from deepnvme.checkpoint.weight_locations import Location
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.streaming import Streaming, WeightInfo, WeightMismatch, WeightStore, stream, streaming_of
-from deepnvme.streaming.weights.checkpoint_weights import CheckpointWeights, lay_out
+from deepnvme.streaming.weights.checkpoint_weights import CheckpointWeights, lay_out, located_in
 
 from ...support.engines import FailingDrive, transfers_through
 from ...support.examples import examples
@@ -115,7 +115,7 @@ def test_a_file_that_is_removed_meanwhile_is_named(file: Path) -> None:
 
 def test_a_file_that_was_changed_before_the_first_read_is_named(file: Path) -> None:
     streamed = stack()
-    with CheckpointWeights.of(file, streamed) as weights:
+    with CheckpointWeights(*located_in(file, streamed), streamed) as weights:
         overwritten(file)
         with stream(streamed, weights), pytest.raises(CorruptCheckpoint, match="was changed"):
             check(streamed, stack())
@@ -296,8 +296,9 @@ def test_a_stream_says_what_it_reads_from(file: Path) -> None:
     with stream(streamed, file) as streaming:
         assert str(file) in repr(streaming)
         assert isinstance(streaming, Streaming)
+    streamed = stack()
     with (
-        CheckpointWeights.of(file, streamed := stack()) as weights,
+        CheckpointWeights(*located_in(file, streamed), streamed) as weights,
         pytest.raises(WeightMismatch, match=r"the checkpoint in '.*model"),
     ):
         stream(stack(5), weights)
