@@ -232,7 +232,7 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
 
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks that are stored and not locked. Loads under way still return them."""
-        if self._store is None:
+        if self._store is None or self._closed:
             return
         removed = [key for key, flag in zip(keys, self._store.delete([_key(each) for each in keys]), strict=True) if flag]
         if removed:
@@ -240,14 +240,14 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
 
     def get_usage(self) -> Any:
         """Return the bytes of slots with a chunk, and of all slots. Bytes by cache salt are not known."""
-        if self._store is None:
+        if self._store is None or self._closed:
             return AdapterUsage(0, 0)
         stats, slot = self._store.stats(), self._store.block_bytes
         return AdapterUsage(stats.used * slot, stats.slots * slot)
 
     def report_status(self) -> dict[str, Any]:
         """Return the counters of the store, and whether the adapter can be used."""
-        figures = {} if self._store is None else self._store.stats().as_dict()
+        figures = {} if self._store is None or self._closed else self._store.stats().as_dict()
         healthy = not self._closed and not self._error
         return {
             "is_healthy": healthy,

@@ -245,7 +245,7 @@ def test_pools_beside_keys_and_values(sglang: SimpleNamespace, make: Make, pool:
     assert loaded == {mamba: [True, True, False], "kv": [True]}
     assert right(other, 8, "mamba" + keys[1])
     assert right(pool, 5, keys[0])
-    with pytest.raises(ValueError, match="block_groups"):
+    with pytest.raises(ValueError, match="BLOCK_GROUPS"):
         backend.batch_exists_v2(keys, [transfer(mamba, [0], keys, "BLOCK_GROUPS")])
 
 
