@@ -4,7 +4,7 @@
 # make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, packaging, transformers'
 #                 trainers, and a few tries of each attack
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
-# make test-serving     the tests of the tiers for vLLM, SGLang and LMCache against these, which are put beside the environment: 0.5 GB
+# make test-serving     the tests of the tiers for vLLM, SGLang and LMCache against these, which are put beside the environment (0.9 GB)
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers

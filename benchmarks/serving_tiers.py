@@ -63,8 +63,8 @@ class Lane:
         self.contender = make(folder, pool, nbytes)
         self.samples: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         self._check()
-        if self.ours:  # full
-            run(self.contender, True, self.jobs("full", nbytes // pool[0].nbytes // JOB + 1), 4)
+        self._fills, self._to_fill = 0, nbytes // pool[0].nbytes // JOB + 1
+        self.empty()
 
     def jobs(self, label: str, count: int) -> list[tuple[Any, Sequence[int]]]:
         """Return keys and rows of jobs."""
@@ -95,8 +95,12 @@ class Lane:
         self.samples[put].append(measure(transfer))
 
     def empty(self) -> None:
-        """Remove the files of the round, which only others than ours leave."""
-        if not self.ours:
+        """Remove what the round has left. Ours is full afterwards, of blocks that nobody reads."""
+        if self.ours:
+            self.contender.clear()
+            self._fills += 1
+            run(self.contender, True, self.jobs(f"full-{self._fills}", self._to_fill), 4)
+        else:
             for file in self.folder.rglob("*"):
                 if file.is_file() and file.suffix in (".bin", ".data"):
                     file.unlink()

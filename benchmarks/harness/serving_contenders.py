@@ -36,6 +36,9 @@ class Contender(Protocol):
     def finish(self, started: Any) -> None:
         """Wait for a job. Raises RuntimeError if one of its blocks was not stored or loaded."""
 
+    def clear(self) -> None:
+        """Remove all blocks. Called for ours only."""
+
     def close(self) -> None:
         """Stop, and let go of the memory."""
 
@@ -76,6 +79,9 @@ class OfVllm:
         if not self._ended.pop(started):
             raise RuntimeError("a block was not stored or loaded")
 
+    def clear(self) -> None:
+        self._tier._store.clear()
+
     def close(self) -> None:
         self._tier.shutdown()
 
@@ -113,6 +119,9 @@ class OfLmcache:
         if not done:
             raise RuntimeError("a chunk was not stored or loaded")
 
+    def clear(self) -> None:
+        self._adapter._store.clear()
+
     def close(self) -> None:
         self._adapter.close()
 
@@ -120,20 +129,25 @@ class OfLmcache:
 class OfSglang:
     """A storage backend of HiCache. SGLang waits for each call; a thread of it stores, another one loads."""
 
-    def __init__(
-        self, put: Callable[[Any, Any], bool], get: Callable[[Any, Any], bool], rows: Any, close: Callable[[], None]
-    ) -> None:
-        self._put, self._get, self._rows, self.close = put, get, rows, close
+    def __init__(self, backend: Any, put: Callable[[Any, Any], bool], get: Callable[[Any, Any], bool]) -> None:
+        self._backend, self._put, self._get = backend, put, get
 
     def prepare(self, keys: Sequence[bytes]) -> Any:
         return [key.hex() for key in keys]
 
     def start(self, put: bool, keys: Any, rows: Sequence[int]) -> None:
-        if not (self._put if put else self._get)(keys, self._rows(rows)):
+        if not (self._put if put else self._get)(keys, rows):
             raise RuntimeError("a page was not stored or loaded")
 
     def finish(self, started: None) -> None:
         pass
+
+    def clear(self) -> None:
+        self._backend.clear()
+
+    def close(self) -> None:
+        if hasattr(self._backend, "close"):
+            self._backend.close()
 
 
 def _vllm(folder: Path) -> dict[str, Any]:
@@ -238,7 +252,7 @@ def _sglang(folder: Path) -> dict[str, Any]:
                 host.set_from_flat_data_page(row, page)
             return True
 
-        return OfSglang(put, get, lambda rows: rows, lambda: None)
+        return OfSglang(backend, put, get)
 
     def ours(path: Path, pool: torch.Tensor, nbytes: int) -> OfSglang:
         from deepnvme.integrations.sglang import NVMeHiCache
@@ -246,10 +260,9 @@ def _sglang(folder: Path) -> dict[str, Any]:
         backend, host = NVMeHiCache(config({"path": str(path / "kv"), "capacity": nbytes})), host_of(pool)
         backend.register_mem_pool_host(host)
         return OfSglang(
-            lambda keys, rows: all(backend.batch_set_v1(keys, rows)),
-            lambda keys, rows: all(backend.batch_get_v1(keys, rows)),
-            lambda rows: torch.tensor(list(rows)),
-            backend.close,
+            backend,
+            lambda keys, rows: all(backend.batch_set_v1(keys, torch.tensor(rows))),
+            lambda keys, rows: all(backend.batch_get_v1(keys, torch.tensor(rows))),
         )
 
     return {"HiCacheFile": theirs, "ours": ours}
