@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from deepnvme._lazy import from_modules
 
 try:
-    import sglang  # noqa: F401
+    import sglang  # type: ignore[import-not-found]  # noqa: F401
 except ImportError as error:
     raise ImportError(f"deepnvme.integrations.sglang needs SGLang 0.5 (pip install sglang): {error}") from error
 

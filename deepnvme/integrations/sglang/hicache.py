@@ -82,10 +82,9 @@ class _PageStore:
         self._host, self._folders, self._writes, self._aio_config = host, folders, writes, aio_config
         self.page_size: int = getattr(host, "page_size", 1) or 1
         self._page = host.get_dummy_flat_data_page
-        self._sizes = _pieces_in_place(host, self.page_size)
-        self._in_place = self._sizes is not None
-        if self._sizes is None:
-            self._sizes = [self._page().nbytes]
+        in_place = _pieces_in_place(host, self.page_size)
+        self._in_place = in_place is not None
+        self._sizes: list[int] = [self._page().nbytes] if in_place is None else in_place
         slot = len(self._sizes) * (padded(max(self._sizes)) + RECORD_BYTES)
         self.pages = max(capacity // slot, 1) if pages is None else pages
         self._fingerprint = f"{fingerprint}, pages of {self.page_size} in {self._sizes} bytes of {host.dtype}, {host.layout}"
@@ -145,7 +144,8 @@ class _PageStore:
         if not all(page.is_contiguous() and page.nbytes == sum(self._sizes) for page in flat):
             _log.error("pages have %d bytes each, got %s", sum(self._sizes), sorted({page.nbytes for page in flat}))
             return [False] * len(names)
-        return self._run(put, names, [piece for page in flat for piece in page.view(-1).view(torch.uint8).split(self._sizes)])
+        pieces = [torch.split(page.view(-1).view(torch.uint8), self._sizes) for page in flat]  # type: ignore[no-untyped-call]
+        return self._run(put, names, [piece for page in pieces for piece in page])
 
     def empty(self) -> torch.Tensor:
         """Return memory for a page, in ordinary memory whatever the pool's is in."""
