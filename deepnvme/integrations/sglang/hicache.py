@@ -144,7 +144,7 @@ class _PageStore:
         if not all(page.is_contiguous() and page.nbytes == sum(self._sizes) for page in flat):
             _log.error("pages have %d bytes each, got %s", sum(self._sizes), sorted({page.nbytes for page in flat}))
             return [False] * len(names)
-        pieces = [torch.split(page.view(-1).view(torch.uint8), self._sizes) for page in flat]  # type: ignore[no-untyped-call]
+        pieces = [torch.split(page.view(-1).view(torch.uint8), self._sizes) for page in flat]
         return self._run(put, names, [piece for page in pieces for piece in page])
 
     def empty(self) -> torch.Tensor:
