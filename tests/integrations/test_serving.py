@@ -46,7 +46,8 @@ def test_paths_and_settings_are_as_json_gives_them() -> None:
 
 @pytest.mark.parametrize(("module", "project"), [("vllm", "vllm==0.32.0"), ("lmcache", "lmcache==0.5.6")])
 def test_without_the_project_the_import_says_what_to_install(module: str, project: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    for name in [module, *(each for each in sys.modules if each.startswith(f"{module}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"deepnvme.integrations.{module}", raising=False)
     with pytest.raises(ImportError, match=f"pip install {project}"):
         __import__(f"deepnvme.integrations.{module}")
