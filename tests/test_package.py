@@ -30,7 +30,7 @@ SUBMODULES = {
         "safetensors", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
-        "accelerate", "deepspeed", "metrics", "sglang", "tensornvme", "transformers", "transformers_training",
+        "accelerate", "deepspeed", "lmcache", "metrics", "sglang", "tensornvme", "transformers", "transformers_training", "vllm",
     },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},

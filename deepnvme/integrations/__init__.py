@@ -13,11 +13,13 @@ from deepnvme._lazy import from_modules
 if TYPE_CHECKING:
     from . import accelerate as accelerate
     from . import deepspeed as deepspeed
+    from . import lmcache as lmcache
     from . import metrics as metrics
     from . import sglang as sglang
     from . import tensornvme as tensornvme
     from . import transformers as transformers
     from . import transformers_training as transformers_training
+    from . import vllm as vllm
 
 __all__: list[str] = []
 
@@ -25,5 +27,15 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = from_modules(
         __name__,
         {},
-        ("accelerate", "deepspeed", "metrics", "sglang", "tensornvme", "transformers", "transformers_training"),
+        (
+            "accelerate",
+            "deepspeed",
+            "lmcache",
+            "metrics",
+            "sglang",
+            "tensornvme",
+            "transformers",
+            "transformers_training",
+            "vllm",
+        ),
     )

@@ -44,6 +44,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return modules[-1]
 
 
+def forget_integration() -> None:
+    """Have the next import of the integration look for SGLang again."""
+    for name in ("", ".offloader", ".hicache"):
+        sys.modules.pop(f"deepnvme.integrations.sglang{name}", None)
+
+
 def run_model(
     offloader: Any, make: Callable[[Callable[..., nn.ModuleList]], nn.Module], weights: dict[str, torch.Tensor]
 ) -> nn.Module:

@@ -16,11 +16,10 @@ from deepnvme.streaming import from_pretrained
 
 from ..support.drive_profiles import engine_settings, engines_made, store_profile
 from . import models
-from .sglang_stand_in import install
+from .sglang_stand_in import forget_integration, install
 
 pytestmark = pytest.mark.usefixtures("configuration")
 
-SGLANG = "deepnvme.integrations.sglang"
 TUNED = AioConfig(block_size=65536, queue_depth=3, intra_op_parallelism=2)
 GIVEN = AioConfig(block_size=131072, queue_depth=5, intra_op_parallelism=3)
 IN_FLIGHT = 32 << 20
@@ -29,10 +28,10 @@ IN_FLIGHT = 32 << 20
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delitem(sys.modules, SGLANG, raising=False)
+    forget_integration()
     install(monkeypatch)
     yield
-    sys.modules.pop(SGLANG, None)
+    forget_integration()
 
 
 def load_streamed(place: Path, config: AioConfig | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..support.disks import Disk
-from .sglang_stand_in import install, run_model
+from .sglang_stand_in import forget_integration, install, run_model
 
 MODULE = "deepnvme.integrations.sglang"
 
@@ -46,9 +46,9 @@ class Model(nn.Module):
 
 @pytest.fixture
 def offloader(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    forget_integration()
     yield install(monkeypatch)
-    sys.modules.pop(MODULE, None)
+    forget_integration()
 
 
 def weights(seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
