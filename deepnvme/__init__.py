@@ -10,6 +10,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import data as data
     from . import integrations as integrations
     from . import io as io
     from . import kvstore as kvstore
@@ -65,8 +66,8 @@ _LATER = {
 """Names imported on first use, each with its submodule: they need torch, or pydantic, which takes a tenth of a second."""
 
 _PACKAGES = (
-    "checkpoint", "integrations", "io", "kvstore", "memory", "nn", "offload", "ops", "profiles", "quantization", "report",
-    "safetensors", "streaming", "swap", "tables", "tune",
+    "checkpoint", "data", "integrations", "io", "kvstore", "memory", "nn", "offload", "ops", "profiles", "quantization",
+    "report", "safetensors", "streaming", "swap", "tables", "tune",
 )  # fmt: skip
 """Submodules that are imported on first use, so that ``deepnvme.checkpoint.verify`` works after ``import deepnvme``."""
 

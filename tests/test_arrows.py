@@ -23,6 +23,7 @@ STREAMING = STORE | CHECKPOINT
 PARTS_OF_A_STREAM = {"streaming.extent_memory", "streaming.placeholder", "streaming.replaced_forward"}
 LOCATING = {"streaming.located_weights", "streaming.merged_weights"}
 TABLES = STORE | CHECKPOINT  # of weights that are in a checkpoint
+DATA = TABLES | {"tables"}  # rows of tensors in files are found as tables find them
 ACTIVATIONS = STORE | {"offload.pinned_arena"}
 BLOCKS = ACTIVATIONS | {"model", "states", "offload.activations", "offload.training.ranks"}
 OFFLOAD = {"offload", "offload.activations", "offload.optimizer", "offload.options", "offload.tiles", "offload.training"}
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": STORE,
     "tables": TABLES,
     "kvstore": STORE,
+    "data": DATA,
     "offload.pinned_arena": STORE,
     "states": STORE,
     "offload.options": TRANSFER,

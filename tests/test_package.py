@@ -19,15 +19,15 @@ import deepnvme
 
 ROOT = Path(deepnvme.__file__).parents[1]
 _PUBLIC = (
-    "checkpoint", "integrations", "integrations.deepspeed", "kvstore", "memory", "offload", "ops", "store", "streaming", "swap",
-    "tables",
+    "checkpoint", "data", "integrations", "integrations.deepspeed", "kvstore", "memory", "offload", "ops", "store", "streaming",
+    "swap", "tables",
 )  # fmt: skip
 PACKAGES = ["deepnvme", *(f"deepnvme.{name}" for name in _PUBLIC)]
 """Packages that have public names, and modules besides that are not public."""
 SUBMODULES = {
     "deepnvme": {
-        "checkpoint", "integrations", "io", "kvstore", "memory", "nn", "offload", "ops", "profiles", "quantization", "report",
-        "safetensors", "streaming", "swap", "tables", "tune",
+        "checkpoint", "data", "integrations", "io", "kvstore", "memory", "nn", "offload", "ops", "profiles", "quantization",
+        "report", "safetensors", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
         "accelerate", "deepspeed", "lmcache", "metrics", "sglang", "tensornvme", "transformers", "transformers_training", "vllm",

@@ -21,20 +21,22 @@ _BENCHMARKS = Path(__file__).resolve().parent.parent
 class WorkerProcess:
     """``python -m MODULE ARGUMENTS``, which ends in ``serving.serve``, and the two pipes to it.
 
-    ``described`` is what the worker said of itself. ``variables``: of its environment, beside those of this process. Raises
-    ContenderFailed with its last words if it could not begin.
+    ``described`` is what the worker said of itself. ``variables``: of its environment, beside those of this process.
+    ``prefix``: the beginning of its command line, as ``memory_limit`` yields it. Raises ContenderFailed with its last words
+    if it could not begin.
     """
 
     def __init__(
-        self, python: str, module: str, arguments: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
-    ) -> None:
+        self, python: str, module: str, arguments: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         request_read, request_write = os.pipe()
         reply_read, reply_write = os.pipe()
         # Libraries print; what they say is shown only if they fail.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
         try:
             self._process = subprocess.Popen(
-                [python, "-m", module, *arguments, str(request_read), str(reply_write)],
+                [*prefix, python, "-m", module, *arguments, str(request_read), str(reply_write)],
                 pass_fds=(request_read, reply_write),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -22,14 +22,20 @@ void copy_many_ranges(nb::handle destinations, nb::handle sources, nb::handle le
     copy_many(to, from, sizes);
 }
 
+// A thread that releases the GIL for microseconds may wait 5 ms for another to give it back.
+constexpr std::size_t kSmall = 64 << 10;
+
 std::uint32_t crc32_of(nb::handle data, std::uint32_t crc, Flag tables) {
     const BufferView view(data);
     if (view->ndim != 1 || view->itemsize != 1 || (view->len > 1 && view->strides[0] != 1))
         throw value_error("data must be contiguous bytes of one dimension");
     const auto bytes = static_cast<const std::byte*>(view->buf);
     const auto size = static_cast<std::size_t>(view->len);
+    const auto compute = [&] { return tables ? crc32_by_tables(crc, bytes, size) : crc32_by_threads(crc, bytes, size); };
+    if (size < kSmall)
+        return compute();
     nb::gil_scoped_release release;
-    return tables ? crc32_by_tables(crc, bytes, size) : crc32_by_threads(crc, bytes, size);
+    return compute();
 }
 
 }  // namespace

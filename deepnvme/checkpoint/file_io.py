@@ -323,10 +323,10 @@ def read_consistently(path: Path, load: Callable[[], Result]) -> Result:
             with with_filename(path):
                 loaded = load()
         except Exception:
-            if not _replaced(path, version):
+            if not is_replaced(path, version):
                 raise
         else:
-            if not _replaced(path, version):
+            if not is_replaced(path, version):
                 return loaded
             del loaded  # frees the memory for the next attempt
 
@@ -349,7 +349,7 @@ def unless_replaced(versions: Mapping[Path, Version], what: str) -> Iterator[Non
         yield
     except Exception as error:
         cause = error
-    replaced = next((path for path, version in versions.items() if _replaced(path, version)), None)
+    replaced = next((path for path, version in versions.items() if is_replaced(path, version)), None)
     if replaced is not None:
         raise OSError(errno.ESTALE, f"{what} was replaced while it was read: load it again", os.fspath(replaced)) from cause
     if cause is not None:
@@ -362,7 +362,7 @@ def file_version(path: Path) -> Version:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _replaced(path: Path, version: Version) -> bool:
+def is_replaced(path: Path, version: Version) -> bool:
     """Return whether the path now has another version. A file that was removed was not replaced."""
     try:
         return file_version(path) != version

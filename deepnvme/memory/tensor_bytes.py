@@ -32,7 +32,7 @@ def memory_of(tensor: torch.Tensor, start: int = 0, count: int | None = None) ->
 
 
 def crc32(data: Buffer, crc: int = 0) -> int:
-    """Return what ``zlib.crc32`` returns, computed at the speed of memory and without the GIL.
+    """Return what ``zlib.crc32`` returns, computed at the speed of memory and, from 64 KiB on, without the GIL.
 
     From 16 MiB on, up to 4 threads compute it, and at most half as many as there are processors.
 

@@ -108,6 +108,17 @@ def test_agents_get_the_same_answers_with_their_keys_and_values_on_the_drive(dri
     assert list(drive.iterdir()) == []
 
 
+def test_a_classifier_is_trained_from_the_drive_and_resumed_in_the_middle_of_an_epoch(drive: Path, tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="needs pillow, to make images: pip install pillow")
+    pytest.importorskip("matplotlib", reason="needs matplotlib, to plot: pip install matplotlib")
+    picture = tmp_path / "images.png"
+    output = run("train_from_drive.py", "--dir", drive, "--images", 200, "--memory", "1MiB", "--batch", 16, "--plot", picture)
+    assert "Stopped and resumed, the losses have the same bits." in output
+    assert len(re.findall(r"│ +\d+ +│ +\d+ % +│", output)) == 2
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert list(drive.iterdir()) == []
+
+
 @pytest.mark.parametrize(("mode", "given"), [("full", ()), ("lora", ("--quantize", "int4"))], ids=["full", "quantised lora"])
 def test_a_model_is_fine_tuned_in_a_quarter_of_its_memory_as_without_a_limit(
     drive: Path, tmp_path: Path, mode: str, given: tuple[str, ...]

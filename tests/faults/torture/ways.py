@@ -16,6 +16,10 @@ from torch.distributed.checkpoint import CheckpointException
 import deepnvme
 from deepnvme.checkpoint import NVMeReader, NVMeWriter
 from deepnvme.checkpoint.publication import SUFFIX
+from deepnvme.data import SampleDataset, SampleWriter
+from deepnvme.data.sample_files import MANIFEST_NAME as SAMPLES_MANIFEST
+from deepnvme.data.sample_files import load_manifest
+from deepnvme.files.directory_lock import LOCK_NAME
 from deepnvme.nn import EmbeddingOnDisk
 from deepnvme.streaming import WeightStore, stream
 from deepnvme.swap import TensorStore
@@ -321,6 +325,54 @@ def _step(bags: Sequence[Callable[[torch.Tensor], torch.Tensor]], optimizer: tor
     optimizer.zero_grad()
 
 
+class WritingSamples(Saving):
+    """Some samples for each value, and a commit. Others follow it, of the next commit, when it is killed."""
+
+    most_drives = 3
+    _EACH = 7
+    _writer: SampleWriter | None = None
+    _samples = 0
+
+    def save(self, value: int) -> None:
+        if self._writer is None:
+            columns = {"value": torch.int64, "image": "bytes"}
+            self._writer = SampleWriter(self._paths()[0], columns, directories=self._paths())
+            self._samples = value * self._EACH
+        self._write((value + 1) * self._EACH - self._samples)
+        self._writer.commit()
+        self._write(value % 4)
+
+    def _paths(self) -> list[Path]:
+        return [directory / "samples" for directory in self.directories]
+
+    def _write(self, count: int) -> None:
+        assert self._writer is not None
+        for number in range(self._samples, self._samples + count):
+            self._writer.append(value=number, image=bytes([number % 256]) * (number % 11 * 5000))
+        self._samples += count
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def load(self) -> int:
+        self.close()
+        dataset = SampleDataset(self._paths()[0])
+        for number, sample in enumerate(dataset.__getitems__(range(len(dataset)))):
+            if sample["value"] != number or sample["image"] != bytes([number % 256]) * (number % 11 * 5000):
+                raise Torn(f"sample {number} has the value {sample['value']}, and {len(sample['image'])} bytes")
+        if len(dataset) % self._EACH:
+            raise Torn(f"there are {len(dataset)} samples, part of a commit")
+        return len(dataset) // self._EACH - 1
+
+    def leftovers(self) -> list[str]:
+        parts = load_manifest(self._paths()[0]).parts
+        named = {Path(name).name for part in parts for name in (part.index, *part.files)}
+        found = {path.name for directory in self._paths() for path in directory.glob("deepnvme-*.*")}
+        return sorted(found - named - {SAMPLES_MANIFEST, LOCK_NAME})
+
+
 REPEATABLE: tuple[type[Saving], ...] = (Saving, SavingBehind, Managing, SavingSafetensors, Distributing, Committing)
 """Those whose save may be called again, with another value, after one that failed: by the same object."""
-WAYS = (*REPEATABLE, Building, CommittingRows, CreatingTables, CommittingEmbeddings)
+WAYS = (*REPEATABLE, Building, CommittingRows, CreatingTables, CommittingEmbeddings, WritingSamples)

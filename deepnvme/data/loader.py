@@ -1,0 +1,361 @@
+"""Batches read ahead in the order of the sampler, decoded by threads, and collated into pinned memory.
+
+A batch is drawn from the order, read and decoded in the queue, and yielded. The position is the epoch, and the number of batches
+that were yielded in it. The batch that was yielded last stays in the queue until the iterator is called again, so that Ctrl-C
+between the two loses no batch. The other batches in the queue are not part of the position: after a resume, they are drawn again.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread
+from dataclasses import astuple, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from deepnvme._interrupts import defer_interrupts
+from deepnvme.memory.budget import MemoryBudget
+from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.telemetry.descriptions import representation
+from deepnvme.telemetry.profiler_ranges import profiler_range
+from deepnvme.telemetry.report_figures import ReportFigures
+
+from .dataset import BatchRead, StoredSamples
+from .order import EpochSampler
+
+_LEASED_FROM = 64 << 10
+"""Bytes of a collated tensor from which its memory is leased. Smaller ones take less time from the heap."""
+
+
+@dataclass(frozen=True)
+class LoaderStats(ReportFigures):
+    """Counters of a loader since it was made. ``as_dict()`` returns the numbers."""
+
+    batches: int = 0
+    """Batches yielded."""
+    samples: int = 0
+    """Samples in these batches."""
+    skipped: int = 0
+    """Samples that could not be read, and were left out."""
+    bytes_read: int = 0
+    """Bytes of memory that the batches were read into, padding included."""
+    seconds: float = 0.0
+    """Seconds from the first call of the iterator to the end of the last one."""
+    seconds_waited: float = 0.0
+    """Seconds that the caller waited for batches."""
+    seconds_reading: float = 0.0
+    """Seconds that threads waited for the drive, summed over the threads."""
+    seconds_decoding: float = 0.0
+    """Seconds that threads decoded and collated, summed over the threads."""
+
+    def __add__(self, other: LoaderStats) -> LoaderStats:
+        return LoaderStats(*map(operator.add, astuple(self), astuple(other)))
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples yielded in a second."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def limit(self) -> str:
+        """What the speed depends on: "caller" if it waits less than 10 % of the time, otherwise "drive" or "decoding"."""
+        if self.seconds_waited < 0.1 * self.seconds:
+            return "caller"
+        return "drive" if self.seconds_reading > self.seconds_decoding else "decoding"
+
+
+@dataclass(eq=False)
+class _Queued:
+    """A batch in the queue."""
+
+    epoch: int
+    decoding: Future[tuple[Any, LoaderStats]]
+    """The batch, and what it took."""
+    counted: bool = False
+    """Whether the statistics have it. After an interrupt, the same batch is yielded again."""
+    yielded: bool = False
+    """Whether the caller has it. The next call of the iterator removes it."""
+
+
+class DataLoader:
+    """Batches of samples on the drive, in random order if asked, without worker processes.
+
+    The engine reads ``prefetch`` batches ahead, in the order of the sampler; threads decode them. A ``transform`` should release
+    the GIL, as those of torchvision, PIL and numpy do; for one that does not, torch's DataLoader takes the same dataset. At the
+    end of an epoch, the next epoch's first batches are read already, if the sampler is an :class:`EpochSampler`.
+
+    Iterate over it once for each epoch. A new iteration before the end of an epoch begins the next epoch. Not thread-safe.
+
+    Args:
+        dataset: Samples on the drive.
+        batch_size: Samples of a batch.
+        shuffle: Whether each epoch has a new random order.
+        seed: Chooses the order.
+        sampler: Yields the numbers of samples, instead of ``shuffle`` and ``seed``.
+        batch_sampler: Yields lists of numbers, instead of ``batch_size``, ``shuffle``, ``seed``, ``sampler`` and ``drop_last``.
+        transform: Called with each sample, in a thread; returns what is collated.
+        collate_fn: Called with the list of samples of a batch. None for torch's ``default_collate``, into pinned memory.
+        drop_last: Whether a last batch of fewer samples is left out.
+        decode_threads: Threads that decode, each of them one batch at a time; at least 1.
+        prefetch: Batches that are read or decoded ahead; at least 1.
+        memory_budget: Memory for batches, see :data:`deepnvme.memory.MemoryBudget`. Without room for ``prefetch`` batches, fewer
+            are read ahead, but always one.
+
+    Raises:
+        TypeError: If the dataset is not one of this package.
+        ValueError: If an argument is out of range, or arguments exclude one another.
+    """
+
+    def __init__(
+        self, dataset: StoredSamples, batch_size: int = 1, shuffle: bool = False, seed: int = 0,
+        sampler: Iterable[int] | None = None, batch_sampler: Iterable[list[int]] | None = None, *,
+        transform: Callable[[Any], Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False, decode_threads: int = 2, prefetch: int = 4, memory_budget: MemoryBudget = "512MiB",
+    ) -> None:  # fmt: skip
+        if not isinstance(dataset, StoredSamples):
+            raise TypeError(f"dataset must be of deepnvme.data, got {type(dataset).__name__}: torch's DataLoader takes others")
+        if min(batch_size, prefetch, decode_threads) < 1:
+            got = f"batch_size={batch_size}, prefetch={prefetch}, decode_threads={decode_threads}"
+            raise ValueError(f"batch_size, prefetch and decode_threads must be at least 1, got {got}")
+        if batch_sampler is not None and (sampler is not None or batch_size != 1 or shuffle or drop_last):
+            raise ValueError("batch_sampler excludes batch_size, shuffle, sampler and drop_last")
+        if sampler is not None and shuffle:
+            raise ValueError("sampler excludes shuffle")
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.batch_sampler = batch_sampler
+        self.sampler = EpochSampler(dataset, shuffle, seed, drop_last=drop_last) if sampler is None else sampler
+        self._transform = transform
+        self._collate = self._collate_pinned if collate_fn is None else collate_fn
+        self._prefetch = prefetch
+        self._pool = BufferPool(memory_budget)
+        self._threads = ThreadPoolExecutor(decode_threads, "deepnvme decode")
+        self._resumes = False  # the next iteration begins at the position, not at the next epoch
+        self._iteration: _Iteration | None = None  # that yields batches; None at the end of an epoch
+        self._dropped = 0  # how often the queue was dropped; threads do not decode batches that were in it
+        self._began: float | None = None
+        self._stats = LoaderStats()
+        self._queue: deque[_Queued] = deque()
+        self._seek(0, 0)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch. Raises TypeError for a sampler without a length."""
+        if self.batch_sampler is not None:
+            return len(self.batch_sampler)  # type: ignore[arg-type]
+        samples: int = len(self.sampler)  # type: ignore[arg-type]
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    @property
+    def _own_order(self) -> EpochSampler | None:
+        """The sampler whose order is a function of the epoch; None for another one."""
+        return self.sampler if self.batch_sampler is None and isinstance(self.sampler, EpochSampler) else None
+
+    @property
+    def _position(self) -> int:
+        """Number of batches of the epoch that were yielded."""
+        return self._batch + (bool(self._queue) and self._queue[0].yielded)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch, or go on after :meth:`load_state_dict`. Earlier iterators end."""
+        own = self._own_order
+        if not self._resumes:
+            if own is not None and own.epoch != self._epoch:  # set_epoch, as for DistributedSampler
+                self._seek(own.epoch, 0)
+            elif self._position:
+                self._seek(self._epoch + 1, 0)
+        self._resumes = False
+        self._iteration = _Iteration(self)
+        return self._iteration
+
+    def _seek(self, epoch: int, batch: int) -> None:
+        """Set the position, and forget what was read ahead."""
+        with defer_interrupts():
+            self._queue.clear()
+            self._dropped += 1
+            self._epoch, self._batch = epoch, batch
+            self._draws = self._drawn()
+            self._next: tuple[int, list[int]] | None = None  # drawn, and not started
+            if self._own_order is not None:
+                self._own_order.set_epoch(epoch)
+
+    def _drawn(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield epoch and numbers of each batch from the position on, also of later epochs if their order is known."""
+        own, epoch, first = self._own_order, self._epoch, self._batch
+        while True:
+            batches: Iterable[list[int]]
+            if self.batch_sampler is not None:
+                batches = islice(self.batch_sampler, first, None)
+            else:
+                start = first * self.batch_size
+                numbers = islice(self.sampler, start, None) if own is None else own.numbers(epoch, start)
+                batches = iter(lambda numbers=numbers: list(islice(numbers, self.batch_size)), [])  # type: ignore[misc]
+            for batch in batches:
+                if len(batch) == self.batch_size or not self.drop_last:
+                    yield epoch, batch
+            if own is None or not len(self):
+                return
+            epoch, first = epoch + 1, 0
+
+    def _read_ahead(self) -> None:
+        """Start reading until enough batches are in the queue, or the memory is used up."""
+        while len(self._queue) < self._prefetch:
+            with defer_interrupts():  # nothing is lost between two statements; a start does not wait for samples
+                self._next = self._next or next(self._draws, None)
+                if self._next is None:
+                    return
+                epoch, numbers = self._next
+                try:
+                    read = self.dataset.start(numbers, self._pool, only_leased=bool(self._queue))
+                    decoding = self._threads.submit(self._decode, read, self._dropped)
+                except OutOfBuffers:
+                    if self._queue:
+                        return
+                    raise
+                except Exception as error:  # of this batch, whose turn comes later
+                    decoding = Future()
+                    decoding.set_exception(error)
+                self._queue.append(_Queued(epoch, decoding))
+                self._next = None
+
+    def _decode(self, read: BatchRead, dropped: int) -> tuple[Any, LoaderStats]:
+        """Wait for a read, and return the batch. Stops between two samples if nobody wants the batch any more."""
+        begun = time.perf_counter()
+        read.wait()
+        there = time.perf_counter()
+        samples = [self._transformed(*each, dropped) for each in self.dataset.samples_of(read)]
+        batch = self._collate(samples) if samples else None
+        skipped, decoding = len(read.numbers) - len(samples), time.perf_counter() - there
+        took = LoaderStats(bool(samples), len(samples), skipped, read.memory.nbytes, 0.0, 0.0, there - begun, decoding)
+        return batch, took
+
+    def _transformed(self, number: int, sample: Any, dropped: int) -> Any:
+        if dropped != self._dropped or getattr(thread, "_shutdown", False):  # or the program ends
+            raise CancelledError
+        if self._transform is None:
+            return sample
+        try:
+            return self._transform(sample)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"raised by the transform of sample {number} of {self.dataset!r}")
+            raise
+
+    def _collate_pinned(self, samples: list[Any]) -> Any:
+        return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stack})
+
+    def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
+        """Return tensors as one, in pinned memory if the budget has room. It belongs to the result."""
+        first, nbytes = tensors[0], sum(tensor.nbytes for tensor in tensors)
+        alike = all(each.shape == first.shape and each.dtype == first.dtype and each.device.type == "cpu" for each in tensors)
+        lease = self._pool.try_lease(nbytes) if alike and nbytes >= _LEASED_FROM else None
+        if lease is None:
+            return torch.stack(list(tensors))
+        with torch.no_grad():
+            return torch.stack(list(tensors), out=lease.tensor((len(tensors), *first.shape), first.dtype))
+
+    def _next_batch(self, iteration: _Iteration) -> Any:
+        """Return the next batch. Blocks. Raises StopIteration at the end of the epoch, and errors of the batch."""
+        begun = time.perf_counter()
+        self._began = begun if self._began is None else self._began
+        with defer_interrupts():
+            if iteration is self._iteration and self._queue and self._queue[0].yielded:
+                self._advance()
+        while iteration is self._iteration:
+            self._read_ahead()
+            if not self._queue or self._queue[0].epoch != self._epoch:
+                self._end_epoch()
+                break
+            first = self._queue[0]
+            try:
+                with profiler_range("wait_batch"):
+                    batch, took = first.decoding.result()  # after Ctrl-C, the same batch is the next one
+            except Exception:
+                with defer_interrupts():
+                    self._advance()
+                raise
+            with defer_interrupts():
+                if not first.counted:
+                    now = time.perf_counter()
+                    stats = self._stats + took + LoaderStats(seconds_waited=now - begun)
+                    self._stats, first.counted, begun = replace(stats, seconds=now - self._began), True, now
+                if not took.samples:  # all of them were left out
+                    self._advance()
+            if took.samples:
+                first.yielded = True  # the last statement: after an interrupt before it, the next call returns the same batch
+                return batch
+        raise StopIteration
+
+    def _advance(self) -> None:
+        """Remove the first batch from the queue: it was yielded, or cannot be. Called with interrupts deferred."""
+        self._queue.popleft()
+        self._batch += 1
+
+    def _end_epoch(self) -> None:
+        with defer_interrupts():
+            self._iteration = None
+            self._epoch, self._batch = self._epoch + 1, 0
+            if self._own_order is None:
+                self._draws = self._drawn()
+            else:
+                self._own_order.set_epoch(self._epoch)
+
+    def stats(self) -> LoaderStats:
+        """Return counters since the loader was made. Never blocks."""
+        return self._stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch that was yielded, and what the order depends on: a few numbers."""
+        return {"epoch": self._epoch, "batch": self._position, **self._order_facts()}
+
+    def _order_facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"samples": len(self.dataset), "batch_size": self.batch_size, "drop_last": self.drop_last}
+        own = self._own_order
+        if own is not None:
+            facts |= {"shuffle": own.shuffle, "seed": own.seed, "world_size": own.world_size}
+        return facts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batch at which ``state_dict`` was called: the next iteration has the rest of that epoch.
+
+        With a sampler that is not an :class:`EpochSampler`, the sampler must yield the same order again.
+
+        Raises:
+            ValueError: If the order would be another one: other samples, batches, seed or number of processes.
+        """
+        differ = {name: (state.get(name), fact) for name, fact in self._order_facts().items() if state.get(name) != fact}
+        if differ:
+            texts = [f"{name} was {before}, and is {now}" for name, (before, now) in differ.items()]
+            raise ValueError(f"the order of samples would be another one: {'; '.join(texts)}")
+        self._seek(state["epoch"], state["batch"])
+        self._resumes = True
+
+    def close(self) -> None:
+        """Forget what was read ahead, and end the threads. Waits for batches that are being decoded. Idempotent."""
+        self._seek(self._epoch, self._position)
+        self._threads.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return representation(
+            self, lambda: repr(self.dataset), lambda: f"batch_size={self.batch_size}", lambda: f"epoch {self._epoch}"
+        )
+
+
+class _Iteration(Iterator[Any]):
+    """An iteration over an epoch."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __next__(self) -> Any:
+        return self._loader._next_batch(self)

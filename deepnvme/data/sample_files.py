@@ -1,0 +1,308 @@
+"""The format of SampleWriter: a manifest, and for each part an index and one data file for each directory.
+
+1. The manifest lists parts. Of each it says how many samples are committed, and how many bytes of the data files they take.
+   The index and the data files of a part may be longer: a later commit, or a writer that died.
+2. A part's index has 16 bytes for each sample, in the order of writing: offset (uint64), length and CRC-32 (uint32 each). With n
+   data files, sample i of the part is in file i % n.
+3. Manifests of the same directory only ever grow: by samples of the last part, and by parts. A merged dataset lists parts of
+   other directories, by paths relative to its own directory.
+4. A record has, one after the other: the lengths in bytes (uint32) of all columns of variable length but the last; the columns of
+   fixed length; the columns of variable length. Each column begins at a multiple of its element's size, after zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from pydantic import NonNegativeInt, TypeAdapter
+
+from deepnvme.files.manifest import checked_fields, read_manifest, with_checksum
+from deepnvme.files.regular_files import open_regular
+from deepnvme.files.replacing import replace_durably
+from deepnvme.memory.tensor_bytes import check_storable, dtype_named, flat_bytes, memory_of
+
+from .layouts import CorruptSamples, Entry, Layout, tensor_over
+
+ColumnKind: TypeAlias = "str | torch.dtype | tuple[torch.dtype, tuple[int, ...]]"
+"""What a column holds: "bytes", "str", a dtype for one number, or a dtype and a shape, whose first size may be -1: any."""
+
+_MOST_BYTES = (1 << 32) - 1
+"""Most bytes of a record."""
+_PLAIN: dict[str, Any] = {"bytes": (bytes, bytearray, memoryview), "str": str}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a sample."""
+
+    name: str
+    kind: str
+    """"bytes", "str", or the name of a dtype."""
+    shape: tuple[int, ...] = ()
+    """Shape of a tensor; -1 as its first size for any number of rows."""
+
+    def __post_init__(self) -> None:
+        _ = self.dtype  # raises ValueError if torch has no such dtype
+        if any(size < -(not number) for number, size in enumerate(self.shape)) or {-1, 0} <= {*self.shape}:
+            raise ValueError(f"sizes of '{self.name}' must not be negative, except for a first one of -1, got {self.shape}")
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements; uint8 for bytes and text."""
+        return torch.uint8 if self.kind in _PLAIN else dtype_named(self.kind)
+
+    @cached_property
+    def fixed(self) -> bool:
+        """Whether all samples have the same number of bytes in this column."""
+        return self.kind not in _PLAIN and -1 not in self.shape
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of the column if its length is fixed, otherwise of one row of it."""
+        return math.prod(size for size in self.shape if size != -1) * self.dtype.itemsize
+
+    def encode(self, value: Any) -> memoryview:
+        """Return the bytes of a value. Raises TypeError or ValueError if the column cannot hold it."""
+        if self.kind in _PLAIN:
+            if not isinstance(value, _PLAIN[self.kind]):
+                raise TypeError(f"'{self.name}' must be {self.kind}, got {type(value).__name__}")
+            return memoryview(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value).cast("B")
+        tensor = self._tensor(value)
+        return memory_of(flat_bytes(tensor)) if tensor.nbytes else memoryview(b"")
+
+    def _tensor(self, value: Any) -> torch.Tensor:
+        """Return the value as a contiguous tensor of the column's dtype and shape."""
+        number = isinstance(value, bool | int | float | complex)
+        given = torch.tensor(value, dtype=self.dtype) if number else torch.as_tensor(value)
+        if number and not self.dtype.is_complex and not self.dtype.is_floating_point and given.item() != value:
+            raise ValueError(f"'{self.name}' must be a number that {self.dtype} can hold, got {value!r}")
+        check_storable(self.name, given)
+        if given.dtype != self.dtype or (given.shape[1:] if -1 in self.shape else given.shape) != self.shape[-1 in self.shape :]:
+            found = f"{tuple(given.shape)} in {given.dtype}"
+            raise ValueError(f"'{self.name}' must have the shape {self.shape} in {self.dtype}, got {found}")
+        return given.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+    def decode(self, data: memoryview) -> Any:
+        """Return the value whose bytes these are. A tensor is a view of them."""
+        if self.kind == "bytes":
+            return bytes(data)
+        if self.kind == "str":
+            return str(data, "utf-8", "surrogatepass")
+        return tensor_over(data, self.dtype, self.shape)
+
+
+class RecordFormat:
+    """Packs samples with these columns into records, and unpacks them. Raises ValueError if there is no column."""
+
+    def __init__(self, columns: tuple[Column, ...]) -> None:
+        if not columns:
+            raise ValueError("a sample needs at least one column")
+        self._names = [column.name for column in columns]
+        self._columns = sorted(columns, key=lambda column: not column.fixed)
+        variable = sum(not column.fixed for column in columns)
+        self._lengths = struct.Struct(f"<{max(variable - 1, 0)}I")
+
+    def pack(self, sample: Mapping[str, Any]) -> bytearray:
+        """Return a sample as a record. Raises TypeError or ValueError, naming the column, if it cannot hold a value."""
+        if sample.keys() != set(self._names):
+            raise TypeError(f"a sample has the columns {', '.join(self._names)}, got {', '.join(map(str, sample)) or 'none'}")
+        values = [column.encode(sample[column.name]) for column in self._columns]
+        if sum(value.nbytes for value in values) > _MOST_BYTES:
+            raise ValueError(f"a sample may have {_MOST_BYTES} bytes, got {sum(value.nbytes for value in values)}")
+        lengths = [value.nbytes for column, value in zip(self._columns, values, strict=True) if not column.fixed]
+        record = bytearray(self._lengths.pack(*lengths[:-1]))
+        for column, value in zip(self._columns, values, strict=True):
+            record += bytes(-len(record) % column.dtype.itemsize)
+            record += value
+        return record
+
+    def unpack(self, record: memoryview) -> dict[str, Any]:
+        """Return the sample in a record. Tensors are views of the record. Raises ValueError if the record is damaged."""
+        at, whole = self._lengths.size, record.nbytes
+        if whole < at:
+            raise ValueError(f"its record has {whole} bytes, and its columns' lengths {at}")
+        lengths = iter(self._lengths.unpack_from(record))
+        sample = dict.fromkeys(self._names)
+        for column in self._columns:
+            begin = at + -at % column.dtype.itemsize
+            at = begin + column.row_bytes if column.fixed else begin + next(lengths, whole - begin)
+            if not begin <= at <= whole or (at - begin) % max(column.row_bytes, 1):
+                raise ValueError(f"the length of its column '{column.name}' is wrong")
+            sample[column.name] = column.decode(record[begin:at])
+        return sample
+
+
+def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[Column, ...]:
+    """Return the columns that a user has described.
+
+    Raises:
+        TypeError: If a name is not a str, or a kind is neither "bytes", "str", a dtype, nor a dtype and a shape.
+        ValueError: If a shape has a size below 0, other than a first one of -1; or 0, and -1 too.
+    """
+    columns = []
+    for name, kind in kinds.items():
+        dtype, shape = kind if isinstance(kind, tuple) and len(kind) == 2 else (kind, ())
+        if not isinstance(name, str) or not (kind in _PLAIN or isinstance(dtype, torch.dtype)):
+            raise TypeError(f'a column is "bytes", "str", a dtype, or (dtype, shape), by name: got {kind!r} for {name!r}')
+        columns.append(Column(name, str(dtype).removeprefix("torch."), tuple(shape)))
+    return tuple(columns)
+
+
+MANIFEST_NAME = "deepnvme-samples.json"
+_KIND = ("deepnvme samples", 1)
+_MOST_BYTES = 64 << 20
+ENTRY = struct.Struct("<QII")
+"""A sample in an index: offset, length and CRC-32 of its record."""
+_CACHED_BYTES = 256 << 20
+"""Most bytes of an index that the system is asked to read into the page cache when it is opened."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples that one writer has written."""
+
+    index: str
+    """Path of the index, relative to the dataset's directory."""
+    files: tuple[str, ...]
+    """Paths of the data files, one for each directory."""
+    samples: NonNegativeInt
+    """Committed samples."""
+    nbytes: tuple[NonNegativeInt, ...]
+    """Committed bytes of each data file."""
+
+    def __post_init__(self) -> None:
+        if not self.files or len(self.files) != len(self.nbytes):
+            raise ValueError("a part needs data files, and the size of each of them")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Columns and committed parts of a dataset."""
+
+    columns: tuple[Column, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def samples(self) -> int:
+        """Committed samples."""
+        return sum(part.samples for part in self.parts)
+
+    def save(self, directory: Path) -> None:
+        """Replace the manifest of a directory, atomically and durably. Raises OSError."""
+        replace_durably(directory / MANIFEST_NAME, with_checksum(_KIND, asdict(self)))
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a directory.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        CorruptSamples: If it is damaged, or another version of the package wrote it.
+    """
+
+    def parsed(data: bytes) -> Manifest:
+        return _MANIFEST.validate_python(checked_fields(_KIND, data))
+
+    return read_manifest(directory / MANIFEST_NAME, _MOST_BYTES, parsed, CorruptSamples)
+
+
+def path_in(directory: Path, name: str) -> Path:
+    """Return the path of a part's file. ".." is the parent by name, also if the directory is a symbolic link."""
+    return Path(os.path.normpath(directory / name))
+
+
+class _OpenPart:
+    """A part whose index is open. Entries are read when they are needed, so that an index of any size takes no memory."""
+
+    def __init__(self, directory: Path, part: Part, first_file: int) -> None:
+        self.part, self._first_file = part, first_file
+        self._path = path_in(directory, part.index)
+        for path, nbytes in zip(self.files(directory), part.nbytes, strict=True):
+            _check_size(path, nbytes)
+        _check_size(self._path, part.samples * ENTRY.size)
+        index = open_regular(self._path)
+        self._descriptor = index.fileno()
+        weakref.finalize(self, index.close)
+        small = part.samples * ENTRY.size <= _CACHED_BYTES
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_WILLNEED if small else os.POSIX_FADV_RANDOM)
+
+    def files(self, directory: Path) -> list[Path]:
+        """Return the paths of the data files."""
+        return [path_in(directory, name) for name in self.part.files]
+
+    def entry(self, number: int) -> Entry:
+        """Return where a sample of the part is. Blocks if the page of the index is not in the page cache."""
+        try:  # not with_filename, which takes 2 us
+            data = os.pread(self._descriptor, ENTRY.size, number * ENTRY.size)
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
+        if len(data) < ENTRY.size:
+            raise CorruptSamples(self._path, f"it ends before its entry {number}")
+        offset, nbytes, crc = ENTRY.unpack(data)
+        file = number % len(self.part.files)
+        if offset + nbytes > self.part.nbytes[file]:
+            raise CorruptSamples(self._path, f"its entry {number} is beyond the data: offset {offset}, {nbytes} bytes")
+        return self._first_file + file, offset, nbytes, crc
+
+
+class WrittenLayout(Layout):
+    """Samples that :class:`SampleWriter` wrote.
+
+    Raises:
+        CorruptSamples: If an index or a data file is missing bytes that are committed.
+        OSError: If a file cannot be opened.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._records = RecordFormat(manifest.columns)
+        self._parts: list[_OpenPart] = []
+        self.files: list[Path] = []
+        for part in manifest.parts:
+            self._parts.append(_OpenPart(directory, part, len(self.files)))
+            self.files += self._parts[-1].files(directory)
+        self._ends = list(accumulate(part.samples for part in manifest.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WrittenLayout, (self._directory, self._manifest)
+
+    def entries(self, numbers: Sequence[int]) -> list[Entry]:
+        """Return where samples are. Blocks for pages of the index."""
+        found = []
+        for number in numbers:
+            at = bisect_right(self._ends, number)
+            found.append(self._parts[at].entry(number - (self._ends[at - 1] if at else 0)))
+        return found
+
+    def sample(self, data: memoryview) -> dict[str, Any]:
+        """Return a sample by column. Tensors are views."""
+        return self._records.unpack(data)
+
+
+def _check_size(path: Path, least: int) -> None:
+    """Raise CorruptSamples if a file has fewer bytes than the manifest says."""
+    size = os.stat(path).st_size
+    if size < least:
+        raise CorruptSamples(path, f"it has {size} bytes, and its commit {least}")
+
+
+assert sys.byteorder == "little", "records are little-endian"
