@@ -25,7 +25,7 @@ import torch
 from deepnvme._former_names import former_names, option_names, refuse_options
 from deepnvme.checkpoint.file_io import Version
 from deepnvme.checkpoint.weight_locations import Location, weights_in_index
-from deepnvme.memory.budget import MemoryBudget, budget_bytes
+from deepnvme.memory.budget import MemoryBudget, budget_bytes, is_automatic
 from deepnvme.model.quantization import Scheme
 from deepnvme.model.structure import weights_by_name
 from deepnvme.store.volumes import as_directories
@@ -426,7 +426,7 @@ def _streamed_in_place(
             first = min(budget, memory_of_blocks(store))
             on_host = budget_bytes(memory_budget, "memory_budget")
             offloaded.set_memory_budget(min(budget - first, on_host))
-            if first < budget:  # otherwise it stays "auto" where it is, which may hold no extent
+            if first < budget or not is_automatic(memory_budget):  # all of "auto" may hold no extent, which the stream knows
                 memory_budget = first
         undo.callback(end_stream_of, model)
         stream = Streaming(model, store, prefetch, memory_budget, device, owns_store=True, experts=offloaded, tables=tables)

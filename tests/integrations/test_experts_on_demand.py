@@ -215,6 +215,14 @@ def test_a_budget_that_holds_no_extent_is_refused_with_what_it_is_for(checkpoint
         from_pretrained(checkpoints["olmoe"], memory_budget=100)
 
 
+def test_half_of_little_memory_holds_no_extent(checkpoints: dict[str, Path]) -> None:
+    with mock.patch("deepnvme.streaming.streamed_model.available_memory", return_value=200):
+        model = from_pretrained(checkpoints["olmoe"], memory_budget="auto", experts="on-demand")
+    with model.streaming as streaming:
+        assert torch.equal(tokens(model), tokens(load(checkpoints["olmoe"])))
+        assert streaming.report().resident_bytes == 0
+
+
 def test_experts_that_were_closed_without_restore_cannot_be_restored_with_the_stream(checkpoints: dict[str, Path]) -> None:
     model = from_pretrained(checkpoints["olmoe"])
     model.streaming.experts.close()
