@@ -171,10 +171,13 @@ class BatchRead:
         failures = () if failed is None else getattr(failed, "indices", range(len(self.runs)))
         for run, end, span in zip(self.runs, accumulate(self.spans), self.spans, strict=True):
             base = end - span - run.begin
+            last = run.begin
             for index in run.members:
                 file, offset, nbytes, _ = self.entries[index]
                 if offset + nbytes <= self.sizes[file]:
-                    pieces[index] = memory[base + offset : base + offset + nbytes]
+                    piece = memory[base + offset : base + offset + nbytes]
+                    pieces[index] = memoryview(bytearray(piece)) if offset < last else piece  # no two samples share bytes
+                    last = max(last, offset + nbytes)
         for index in (index for at in failures for index in self.runs[at].members):
             pieces[index] = failed or pieces[index]
         if self.layout.versions:

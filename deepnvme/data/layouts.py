@@ -1,7 +1,8 @@
 """Where the bytes of samples are, and how they become samples: rows of tensors, windows of tokens, and tar files of WebDataset.
 
-In a tar file, consecutive files whose names are equal up to the first dot are one sample. An archive is scanned once. Its index
-is kept in ``$XDG_CACHE_HOME/deepnvme/samples`` (``~/.cache`` without that variable), see docs/formats.md.
+In a tar file, consecutive files whose names are equal up to the first dot are one sample. Hidden files are left out. An archive
+is scanned once. Its index is kept in ``$XDG_CACHE_HOME/deepnvme/samples`` (``~/.cache`` without that variable), see
+docs/formats.md.
 """
 
 from __future__ import annotations
@@ -183,7 +184,9 @@ def _members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, str, str, int]]
             while (member := archive.next()) is not None:
                 folder, slash, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
-                if member.isfile() and extension:
+                if member.issparse():
+                    raise ValueError(f"'{member.name}' is sparse: its bytes do not lie one after the other")
+                if member.isfile() and stem and extension:  # for WebDataset, hidden files are no part of a sample
                     yield member, folder + slash + stem, extension.lower(), archive.offset
                 archive.members.clear()  # type: ignore[attr-defined]  # they would be kept until the end
             file.seek(archive.offset)

@@ -8,6 +8,7 @@ between the two loses no batch. The other batches in the queue are not part of t
 from __future__ import annotations
 
 import operator
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.budget import MemoryBudget
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
-from deepnvme.telemetry.descriptions import representation
+from deepnvme.telemetry.descriptions import representation, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.report_figures import ReportFigures
 
@@ -135,6 +136,7 @@ class DataLoader:
         self._prefetch = prefetch
         self._pool = BufferPool(memory_budget)
         self._threads = ThreadPoolExecutor(decode_threads, "deepnvme decode")
+        self._process, self._closed = os.getpid(), False
         self._resumes = False  # the next iteration begins at the position, not at the next epoch
         self._iteration: _Iteration | None = None  # that yields batches; None at the end of an epoch
         self._dropped = 0  # how often the queue was dropped; threads do not decode batches that were in it
@@ -161,16 +163,29 @@ class DataLoader:
         return self._batch + (bool(self._queue) and self._queue[0].yielded)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or go on after :meth:`load_state_dict`. Earlier iterators end."""
-        own = self._own_order
-        if not self._resumes:
-            if own is not None and own.epoch != self._epoch:  # set_epoch, as for DistributedSampler
-                self._seek(own.epoch, 0)
-            elif self._position:
-                self._seek(self._epoch + 1, 0)
-        self._resumes = False
+        """Return an iterator over the next epoch, or over what is left after :meth:`load_state_dict`. Earlier iterators end."""
         self._iteration = _Iteration(self)
         return self._iteration
+
+    def _begin(self, iteration: _Iteration) -> None:
+        """Choose the epoch of an iteration. Called with interrupts deferred, by the first call of its iterator.
+
+        Not before: Lightning and torch's DataLoader allow ``set_epoch`` after ``iter``.
+        """
+        own, following = self._own_order, self._epoch + 1
+        epoch = following if self._position and not self._resumes else self._epoch
+        if own is not None and own.epoch != self._epoch:  # set_epoch, as for DistributedSampler
+            epoch = own.epoch
+        self._resumes, iteration.begun = False, True
+        if epoch == self._epoch:
+            return
+        if self._queue and self._queue[0].yielded:
+            self._advance()
+        if epoch == following and self._queue and self._queue[0].epoch == following:  # the queue begins with this epoch
+            self._end_epoch()
+            self._iteration = iteration
+        else:
+            self._seek(epoch, 0)
 
     def _seek(self, epoch: int, batch: int) -> None:
         """Set the position, and forget what was read ahead."""
@@ -260,10 +275,14 @@ class DataLoader:
 
     def _next_batch(self, iteration: _Iteration) -> Any:
         """Return the next batch. Blocks. Raises StopIteration at the end of the epoch, and errors of the batch."""
+        if self._closed or self._process != os.getpid():  # the threads of a forked process are not there
+            raise ValueError(f"the loader is {state_text(self._closed, self._process)}")
         begun = time.perf_counter()
         self._began = begun if self._began is None else self._began
         with defer_interrupts():
-            if iteration is self._iteration and self._queue and self._queue[0].yielded:
+            if iteration is self._iteration and not iteration.begun:
+                self._begin(iteration)
+            elif iteration is self._iteration and self._queue and self._queue[0].yielded:
                 self._advance()
         while iteration is self._iteration:
             self._read_ahead()
@@ -274,9 +293,11 @@ class DataLoader:
             try:
                 with profiler_range("wait_batch"):
                     batch, took = first.decoding.result()  # after Ctrl-C, the same batch is the next one
-            except Exception:
+            except Exception as error:
                 with defer_interrupts():
                     self._advance()
+                if isinstance(error, StopIteration):  # which would end the epoch without an error
+                    raise RuntimeError("the transform or collate_fn raised StopIteration") from error
                 raise
             with defer_interrupts():
                 if not first.counted:
@@ -304,6 +325,12 @@ class DataLoader:
             else:
                 self._own_order.set_epoch(self._epoch)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration has, if the sampler has epochs. transformers' Trainer calls it."""
+        order = self.sampler if self.batch_sampler is None else self.batch_sampler
+        if hasattr(order, "set_epoch"):
+            order.set_epoch(epoch)
+
     def stats(self) -> LoaderStats:
         """Return counters since the loader was made. Never blocks."""
         return self._stats
@@ -322,6 +349,7 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch at which ``state_dict`` was called: the next iteration has the rest of that epoch.
 
+        If another epoch is set afterwards, the next iteration has that epoch from its beginning.
         With a sampler that is not an :class:`EpochSampler`, the sampler must yield the same order again.
 
         Raises:
@@ -335,9 +363,16 @@ class DataLoader:
         self._resumes = True
 
     def close(self) -> None:
-        """Forget what was read ahead, and end the threads. Waits for batches that are being decoded. Idempotent."""
+        """Forget what was read ahead, end the threads, and free the memory that no batch has. Idempotent.
+
+        Waits for batches that are being decoded. In a forked child, this has no effect.
+        """
+        if self._process != os.getpid():
+            return
+        self._closed = True
         self._seek(self._epoch, self._position)
         self._threads.shutdown(cancel_futures=True)
+        self._pool.trim()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -347,8 +382,9 @@ class DataLoader:
 
     def __repr__(self) -> str:
         return representation(
-            self, lambda: repr(self.dataset), lambda: f"batch_size={self.batch_size}", lambda: f"epoch {self._epoch}"
-        )
+            self, lambda: repr(self.dataset), lambda: f"batch_size={self.batch_size}", lambda: f"epoch {self._epoch}",
+            lambda: state_text(self._closed, self._process),
+        )  # fmt: skip
 
 
 class _Iteration(Iterator[Any]):
@@ -356,6 +392,8 @@ class _Iteration(Iterator[Any]):
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
+        self.begun = False
+        """Whether its epoch is chosen."""
 
     def __next__(self) -> Any:
         return self._loader._next_batch(self)

@@ -56,6 +56,10 @@ class Permutation:
         return (left << self._half) | right
 
 
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class EpochSampler(Sampler[int]):
     """Samples in a new random order each epoch, or in their own order, without a list of them.
 
@@ -73,17 +77,19 @@ class EpochSampler(Sampler[int]):
 
     Raises:
         ValueError: If the rank is not one of the processes.
+        RuntimeError: From the iterator, if torch.distributed was initialised after the sampler took the rank from it.
     """
 
     def __init__(
         self, dataset: Sized, shuffle: bool = True, seed: int = 0, rank: int | None = None, world_size: int | None = None,
         drop_last: bool = False,
     ) -> None:  # fmt: skip
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        distributed = _distributed()
         self.world_size = (torch.distributed.get_world_size() if distributed else 1) if world_size is None else world_size
         self.rank = (torch.distributed.get_rank() if distributed else 0) if rank is None else rank
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be in 0 to world_size - 1, got rank={self.rank} and world_size={self.world_size}")
+        self._unused_before = rank is None and world_size is None and not distributed
         self.samples = len(dataset)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self._length = self.samples // self.world_size if drop_last else -(-self.samples // self.world_size)
@@ -101,6 +107,8 @@ class EpochSampler(Sampler[int]):
 
     def numbers(self, epoch: int, start: int = 0) -> Iterator[int]:
         """Yield the numbers of this rank's samples, from the ``start``-th of an epoch on."""
+        if self._unused_before and _distributed() and torch.distributed.get_world_size() > 1:  # each rank would have all samples
+            raise RuntimeError("the sampler was made before torch.distributed was initialised: make it (or its loader) later")
         permutation = Permutation(self.samples, self.seed, epoch) if self.shuffle and self.samples else None
         for begin in range(start, self._length, _BLOCK):
             places = torch.arange(begin, min(begin + _BLOCK, self._length)) * self.world_size + self.rank

@@ -38,8 +38,8 @@ from .layouts import CorruptSamples, Entry, Layout, tensor_over
 ColumnKind: TypeAlias = "str | torch.dtype | tuple[torch.dtype, tuple[int, ...]]"
 """What a column holds: "bytes", "str", a dtype for one number, or a dtype and a shape, whose first size may be -1: any."""
 
-_MOST_BYTES = (1 << 32) - 1
-"""Most bytes of a record."""
+_MOST_RECORD_BYTES = (1 << 32) - 1
+"""Most bytes of a record: an index has 32 bits for them."""
 _PLAIN: dict[str, Any] = {"bytes": (bytes, bytearray, memoryview), "str": str}
 
 
@@ -85,7 +85,10 @@ class Column:
     def _tensor(self, value: Any) -> torch.Tensor:
         """Return the value as a contiguous tensor of the column's dtype and shape."""
         number = isinstance(value, bool | int | float | complex)
-        given = torch.tensor(value, dtype=self.dtype) if number else torch.as_tensor(value)
+        try:
+            given = torch.tensor(value, dtype=self.dtype) if number else torch.as_tensor(value)
+        except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError for a number that is too large
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"'{self.name}': {error}") from error
         if number and not self.dtype.is_complex and not self.dtype.is_floating_point and given.item() != value:
             raise ValueError(f"'{self.name}' must be a number that {self.dtype} can hold, got {value!r}")
         check_storable(self.name, given)
@@ -119,8 +122,10 @@ class RecordFormat:
         if sample.keys() != set(self._names):
             raise TypeError(f"a sample has the columns {', '.join(self._names)}, got {', '.join(map(str, sample)) or 'none'}")
         values = [column.encode(sample[column.name]) for column in self._columns]
-        if sum(value.nbytes for value in values) > _MOST_BYTES:
-            raise ValueError(f"a sample may have {_MOST_BYTES} bytes, got {sum(value.nbytes for value in values)}")
+        padding = sum(column.dtype.itemsize for column in self._columns)
+        most = self._lengths.size + padding + sum(value.nbytes for value in values)
+        if most > _MOST_RECORD_BYTES:
+            raise ValueError(f"a sample may have {_MOST_RECORD_BYTES} bytes, got {most}")
         lengths = [value.nbytes for column, value in zip(self._columns, values, strict=True) if not column.fixed]
         record = bytearray(self._lengths.pack(*lengths[:-1]))
         for column, value in zip(self._columns, values, strict=True):
@@ -162,7 +167,7 @@ def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[Column, ...]:
 
 MANIFEST_NAME = "deepnvme-samples.json"
 _KIND = ("deepnvme samples", 1)
-_MOST_BYTES = 64 << 20
+_MOST_MANIFEST_BYTES = 64 << 20
 ENTRY = struct.Struct("<QII")
 """A sample in an index: offset, length and CRC-32 of its record."""
 _CACHED_BYTES = 256 << 20
@@ -218,7 +223,7 @@ def load_manifest(directory: Path) -> Manifest:
     def parsed(data: bytes) -> Manifest:
         return _MANIFEST.validate_python(checked_fields(_KIND, data))
 
-    return read_manifest(directory / MANIFEST_NAME, _MOST_BYTES, parsed, CorruptSamples)
+    return read_manifest(directory / MANIFEST_NAME, _MOST_MANIFEST_BYTES, parsed, CorruptSamples)
 
 
 def path_in(directory: Path, name: str) -> Path:

@@ -105,6 +105,78 @@ def test_an_iteration_that_is_left_is_followed_by_the_next_epoch(dataset: Sample
         assert [numbers_of(batch) for batch in loader] == expected(10, 3, True, False)
 
 
+def test_an_epoch_that_is_set_before_the_first_batch_is_the_next_one(dataset: SampleDataset) -> None:
+    """Lightning makes the iterator, and sets the epoch then. transformers' Trainer sets it in the loader."""
+    with DataLoader(dataset, 10, shuffle=True, seed=3) as loader:
+        batches = iter(loader)
+        loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+        assert [numbers_of(batch) for batch in batches] == expected(10, 2, True, False)
+        loader.set_epoch(1)
+        state = {**loader.state_dict(), "epoch": 3, "batch": 11}
+        assert [numbers_of(batch) for batch in loader] == expected(10, 1, True, False)
+        for iterators in (1, 2):  # one more that nobody uses is no epoch
+            loader.load_state_dict({**state, "batch": 4})
+            batches = [iter(loader) for _ in range(iterators)][-1]
+            assert [numbers_of(batch) for batch in batches] == expected(10, 3, True, False)[4:]
+        loader.load_state_dict(state)  # the end of an epoch, after which Lightning sets the next one
+        batches = iter(loader)
+        loader.set_epoch(4)
+        assert [numbers_of(batch) for batch in batches] == expected(10, 4, True, False)
+
+
+def test_what_was_read_ahead_is_kept_by_who_counts_batches(dataset: SampleDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning and the Trainer take as many batches as an epoch has, and do not ask for the end."""
+    read: list[int] = []
+    start = dataset.start
+
+    def counting(numbers: Any, *others: Any, **options: Any) -> Any:
+        read.append(len(numbers))
+        return start(numbers, *others, **options)
+
+    monkeypatch.setattr(dataset, "start", counting)
+    with DataLoader(dataset, 10, shuffle=True, seed=3, prefetch=3) as loader:
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            batches = iter(loader)
+            assert [numbers_of(next(batches)) for _ in range(11)] == expected(10, epoch, True, False)
+    assert len(read) == 3 * 11 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes_in_and_after_an_epoch(dataset: SampleDataset, drive: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    options = {"max_epochs": 3, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    checkpoints = lightning.pytorch.callbacks.ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(dataset, 25, shuffle=True, seed=3)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            self.seen.append(numbers_of(batch))
+            return self.layer(batch["number"].float()[:, None]).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    def seen_from(checkpoint: Path | None, **saving: Any) -> list[list[int]]:
+        module = Module()
+        saver = checkpoints(drive, auto_insert_metric_name=False, save_top_k=-1, **saving)
+        lightning.Trainer(callbacks=[saver], **options).fit(module, ckpt_path=checkpoint)
+        return module.seen
+
+    whole = [batch for epoch in range(3) for batch in expected(25, epoch, True, False)]
+    assert seen_from(None, filename="step{step}", every_n_train_steps=1) == whole
+    assert seen_from(None, filename="epoch{epoch}", every_n_epochs=1, save_on_train_epoch_end=True) == whole
+    for name, steps in (("step3", 3), ("step5", 5), ("step12", 12), ("epoch0", 5), ("epoch1", 10)):
+        assert seen_from(drive / f"{name}.ckpt", filename="none") == whole[steps:]
+
+
 def test_ranks_have_equal_parts_of_one_order(dataset: SampleDataset) -> None:
     loaders = [DataLoader(dataset, 7, sampler=EpochSampler(dataset, seed=3, rank=rank, world_size=3)) for rank in range(3)]
     found = [[number for batch in loader for number in numbers_of(batch)] for loader in loaders]
@@ -176,6 +248,39 @@ def test_a_transform_that_raises_names_the_sample_and_the_next_batch_follows(dat
             if sys.version_info >= (3, 11):
                 assert "transform of sample 15 of <SampleDataset" in raised.value.__notes__[0]
             assert [numbers_of(batch) for batch in batches] == expected(10, 0, False, False)[2:]
+
+
+def test_a_transform_that_raises_stop_iteration_ends_no_epoch(dataset: SampleDataset) -> None:
+    names = iter(range(15))
+    with DataLoader(dataset, 10, transform=lambda sample: (next(names), sample), decode_threads=1, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            next(batches)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_loader_that_is_closed_or_of_another_process_says_so(dataset: SampleDataset) -> None:
+    block = threading.Event()
+    with DataLoader(dataset, 10, transform=lambda sample: block.wait(PATIENCE) and sample, prefetch=3) as loader:
+        batches = iter(loader)
+        block.set()
+        next(batches)
+        block.clear()  # batches are in the queue, and the child has no threads that decode them
+        child = os.fork()
+        if child == 0:
+            try:
+                next(batches)
+            except ValueError as error:
+                os._exit("not to be used in this one" in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        block.set()
+        assert numbers_of(next(batches)) == expected(10, 0, False, False)[1]
+    for again in (batches, iter(loader)):
+        with pytest.raises(ValueError, match="the loader is closed"):
+            next(again)
 
 
 def test_damaged_samples_are_left_out_and_counted(write: Write) -> None:
@@ -275,6 +380,7 @@ def test_the_memory_stays_within_the_budget(drive: Path) -> None:
             assert batch["image"][:, 0].tolist() == list(range(4 * number, 4 * number + 4))
             assert loader._pool.allocated <= 24 << 20
             assert len(loader._queue) <= 6
+    assert loader._pool.allocated <= 8 << 20  # the last batch, and the memory that it was read into
 
 
 def test_statistics_say_what_the_limit_is(dataset: SampleDataset) -> None:

@@ -94,6 +94,17 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
         EpochSampler(range(5), rank=2, world_size=2)
 
 
+def test_a_sampler_from_before_the_process_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, each process would train with all samples."""
+    before, chosen = EpochSampler(range(4), shuffle=False), EpochSampler(range(4), shuffle=False, rank=0, world_size=1)
+    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 1)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(RuntimeError, match=r"made before torch\.distributed was initialised"):
+        list(before)
+    assert list(chosen) == [0, 1, 2, 3]
+    assert list(EpochSampler(range(4), shuffle=False)) == [1, 3]
+
+
 def test_a_billion_samples_take_no_memory() -> None:
     program = """
 import resource, torch

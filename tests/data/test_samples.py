@@ -96,7 +96,7 @@ def test_any_columns_are_what_a_list_would_be(
 
 
 def test_a_sample_larger_than_the_writers_memory(drive: Path) -> None:
-    images = [random.Random(number).randbytes(size) for number, size in enumerate([10, 9 << 20, 4 << 20, 3, (4 << 20) - 64])]
+    images = [random.Random(number).randbytes(size) for number, size in enumerate([10, 65 << 20, 4 << 20, 3, (4 << 20) - 64])]
     with SampleWriter(drive / "large", {"image": "bytes"}) as writer:
         for image in images:
             writer.append(image=image)
@@ -122,12 +122,15 @@ def test_padding_is_told_and_small(drive: Path) -> None:
         ({"label": torch.zeros(1, dtype=torch.int64), "image": b""}, ValueError),
         ({"label": 1, "image": "text"}, TypeError),
         ({"label": "1", "image": b""}, TypeError),
+        ({"label": 1 << 70, "image": b""}, ValueError),
+        ({"label": float("nan"), "image": b""}, ValueError),
+        ({"label": object(), "image": b""}, ValueError),
     ],
 )
 def test_a_sample_that_does_not_fit_is_refused_and_the_writer_goes_on(drive: Path, sample: Any, error: type[Exception]) -> None:
     with SampleWriter(drive / "samples", {"image": "bytes", "label": torch.int64}) as writer:
         writer.append(image=b"0", label=0)
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"label|image"):
             writer.append(**sample)
         writer.append(image=b"1", label=1)
     assert [(each["image"], int(each["label"])) for each in SampleDataset(drive / "samples")] == [(b"0", 0), (b"1", 1)]
@@ -384,6 +387,20 @@ def test_numbers_that_are_none_of_a_sample_are_refused(write: Write) -> None:
             dataset.__getitems__([0, wrong])
     with pytest.raises(TypeError):
         dataset[1.0]  # type: ignore[index]
+
+
+def test_samples_of_a_batch_do_not_share_bytes(drive: Path) -> None:
+    """A transform may change a sample in place."""
+    with SampleWriter(drive / "samples", {"number": torch.int64}) as writer:
+        for number in range(3):
+            writer.append(number=number)
+    (drive / "tokens").write_bytes(torch.arange(20, dtype=torch.int16).numpy().tobytes())
+    for sample in (found := SampleDataset(drive / "samples").__getitems__([2, 2, 1, 2])):
+        sample["number"] += 10
+    assert [int(sample["number"]) for sample in found] == [12, 12, 11, 12]
+    for window in (windows := TokenDataset(drive / "tokens", torch.int16, 4, 1).__getitems__([5, 6, 7, 5])):
+        window += 100
+    assert [window.tolist() for window in windows] == [[number + at + 100 for at in range(4)] for number in (5, 6, 7, 5)]
 
 
 def test_samples_own_their_memory(write: Write) -> None:

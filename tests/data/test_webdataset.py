@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
 import time
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def write_tar(path: Path, samples: Sequence[dict[str, bytes]], kind: int, keys: 
 def test_webdataset(drive: Path, samples: list[dict[str, bytes]], kind: int, names: list[str]) -> None:
     path = drive / f"{time.monotonic_ns()}.tar"
     limit = 90 if kind == tarfile.USTAR_FORMAT else 500
-    keys = [f"{number}-{name}"[:limit] for number, name in enumerate(names[: len(samples)])]
+    keys = [f"{number}-{name}"[:limit].rstrip("/") for number, name in enumerate(names[: len(samples)])]
     write_tar(path, samples, kind, keys)
     expected = [
         {"__key__": key, **{name.lower(): data for name, data in sample.items()}}
@@ -81,6 +82,24 @@ def test_several_archives_follow_one_another_and_keep_their_indexes(drive: Path,
         dataset[2]
     with DataLoader(SampleDataset(paths), 2, collate_fn=list) as loader:
         assert [[each["cls"] for each in batch] for batch in loader] == [[b"10", b"new"]]
+
+
+def test_hidden_files_are_no_part_of_a_sample(drive: Path) -> None:
+    """As WebDataset has it. macOS adds such a file to each file."""
+    path = drive / "hidden.tar"
+    samples = [{"hidden": b"x"}, {"cls": b"1"}, {"_a.cls": b"x"}, {"jpg": b"2"}]
+    write_tar(path, samples, tarfile.PAX_FORMAT, ["", "d/a", "d/", "d/a"])
+    assert SampleDataset(path).__getitems__([0]) == [{"__key__": "d/a", "cls": b"1", "jpg": b"2"}]
+    assert len(SampleDataset(path)) == 1
+
+
+def test_a_sparse_file_of_an_archive_is_refused(drive: Path) -> None:
+    with (drive / "a.cls").open("wb") as file:
+        file.seek(1 << 20)
+        file.write(b"1")
+    subprocess.run(["tar", "-S", "-C", str(drive), "-cf", str(drive / "sparse.tar"), "a.cls"], check=True)
+    with pytest.raises(CorruptSamples, match=r"'a\.cls' is sparse"):
+        SampleDataset(drive / "sparse.tar")
 
 
 def test_an_index_that_cannot_be_kept_is_no_error(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
