@@ -50,7 +50,8 @@ public:
     // When a store is opened: the slot has a stored block.
     void place(Slot slot, const KeyHash& key, std::uint32_t length, std::uint32_t crc) noexcept;
     // Once: all slots that were placed. Of two blocks of a key the later one counts; earlier ones are evicted first. Other slots are free.
-    void finish_placing(std::vector<Placed> placed);
+    // Returns the slots of blocks that do not count.
+    std::vector<Slot> finish_placing(std::vector<Placed> placed);
 
     Slot find(const KeyHash& key) const noexcept;
     // Have the memory for a key that is looked up soon on its way to the processor.

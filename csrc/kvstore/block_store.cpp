@@ -112,7 +112,9 @@ std::shared_ptr<BlockIndex> BlockStore::load() {
             }
         }
     }
-    index->finish_placing(std::move(placed));
+    const std::vector<Slot> superseded = index->finish_placing(std::move(placed));
+    // As a kill leaves them. A record that stayed would bring a block back whose key is deleted later.
+    if (!read_only_) write(superseded, std::vector<Record>(superseded.size()));
     std::lock_guard lock(mutex_);
     sequence_ = std::max(sequence_, last);
     return index;

@@ -188,6 +188,25 @@ def test_blocks_in_the_wrong_slots_are_misses(drive: Path) -> None:
         assert store.stats().corrupt in (1, 2)
 
 
+def test_a_deleted_key_does_not_come_back_by_an_earlier_block(drive: Path) -> None:
+    """As a kill leaves one that was evicted, but whose record was not cleared yet, when another put had stored the key again."""
+    with opened(drive / "kv") as store:
+        put(store, [b"key"])
+        layout = store._layout
+    with (drive / "kv" / FILE_NAME).open("r+b") as file:
+        for begin, nbytes in ((layout.records_begin, RECORD_BYTES), (layout.blocks_begin, layout.slot_bytes)):
+            file.seek(begin)
+            copy = file.read(nbytes)
+            file.seek(begin + 7 * nbytes)
+            file.write(copy)
+    with opened(drive / "kv") as store:
+        assert store.stats().used == 1
+        assert check(store, [b"key"]) == 1
+        assert store.delete([b"key"]) == [True]
+    with opened(drive / "kv") as store:
+        assert store.contains_many([b"key"]) == [False]
+
+
 def test_a_record_that_cannot_be_cleared_stops_no_put(direct_disk: FaultyFilesystem) -> None:
     with opened(direct_disk / "kv") as store:
         direct_disk.fail("write", errno.EIO, times=1)
