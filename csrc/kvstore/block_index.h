@@ -16,6 +16,7 @@
 // A key takes 40 bytes for its slot, 6 in the hash table and 8 for an evicted key that is remembered: 54. Not thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,7 +27,7 @@ namespace deepnvme::kvstore {
 
 struct KeyHash {
     std::uint64_t high = 0, low = 0;
-    bool operator==(const KeyHash&) const = default;
+    auto operator<=>(const KeyHash&) const = default;
 };
 
 // 128 bits of a key. Keys that are near one another in the hash table are not with another seed.

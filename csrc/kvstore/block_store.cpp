@@ -197,14 +197,18 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     absent.reserve(job.keys.size());
     awaited.reserve(job.keys.size());
     const std::vector<KeyHash> hashes = hashes_of(job.keys);
+    std::vector<KeyHash> distinct;
+    distinct.reserve(hashes.size());
     std::lock_guard lock(mutex_);
     for (std::size_t i = hashes.size(); i-- > 0;) {  // first, so that they are not evicted for the others
         const Slot present = index_->find(hashes[i]);
-        if (present == kNoSlot) absent.push_back(i);
+        if (present == kNoSlot) absent.push_back(i), distinct.push_back(hashes[i]);
         else if (!index_->stored(present)) awaited.push_back(i);
         else index_->touch(present), job.flags[i] = true;
     }
-    const std::vector<Slot> slots = index_->reserve(absent.size());
+    std::ranges::sort(distinct);
+    const auto repeated = std::ranges::unique(distinct);
+    const std::vector<Slot> slots = index_->reserve(distinct.size() - repeated.size());
     auto free = slots.begin();
     for (; !absent.empty(); absent.pop_back()) {
         const std::size_t i = absent.back();
@@ -212,7 +216,6 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
         else if (free == slots.end()) ++figures_[kRefused];
         else transfers.push_back({i, *free, 0}), index_->claim(*free++, hashes[i]);
     }
-    for (; free != slots.end(); ++free) index_->vacate(*free, false);
     figures_[kDuplicates] += awaited.size() + static_cast<std::uint64_t>(std::ranges::count(job.flags, true));
     return transfers;
 }

@@ -245,6 +245,14 @@ def test_a_put_does_not_evict_the_blocks_of_its_own_keys(store: BlockStore) -> N
     assert (store.stats().duplicates, store.stats().refused) == (3, 0)
 
 
+def test_a_key_that_is_given_several_times_makes_room_for_one_block_only(store: BlockStore) -> None:
+    slots = store.stats().slots
+    keys = keys_of(range(slots))
+    assert all(store.put_many(keys, [content(key) for key in keys]).result())
+    assert store.put_many([b"new"] * 3, [content(b"new")] * 3).result() == [True] * 3
+    assert (store.stats().evictions, store.stats().used) == (1, slots)
+
+
 def test_it_is_found_again_when_it_is_opened_again(drive: Path) -> None:
     paths = [drive / "a", drive / "b"]
     with BlockStore(paths, "8MiB", BLOCK, fingerprint="model 1") as store:
