@@ -262,7 +262,12 @@ void BlockStore::get(Job& job) {
 Outcome BlockStore::checked(const Job& job, const Transfer& transfer) {
     if (read_only_) {
         Record now;
-        read_records(file_of(transfer.slot), record_of(transfer.slot), {&now, 1});
+        try {
+            read_records(file_of(transfer.slot), record_of(transfer.slot), {&now, 1});
+        } catch (const IoError& error) {
+            note(error.what());
+            return outcome_of(error);
+        }
         if (!now.valid(layout_.block_bytes) || now.key_text() != job.keys[transfer.key] || now.block_crc != transfer.crc) return Outcome::replaced;
     }
     if (checksum(job, transfer.key) == transfer.crc) return Outcome::done;

@@ -266,6 +266,21 @@ def test_records_that_cannot_be_read_lose_blocks_only(direct_disk: FaultyFilesys
         assert check(store, keys) == 8
 
 
+def test_a_record_that_a_reader_cannot_read_again_loses_its_block_only(direct_disk: FaultyFilesystem) -> None:
+    keys = keys_of(range(8))
+    with opened(direct_disk / "kv") as store:
+        put(store, keys)
+    with BlockStore(direct_disk / "kv", read_only=True) as reader:
+        before = direct_disk.counts()["read"]
+        assert check(reader, keys) == 8
+        blocks = direct_disk.counts()["read"] - before - 8  # the last eight reads are those of the records
+        direct_disk.fail("read", errno.EIO, times=1, skip=blocks)
+        assert check(reader, keys) == 7
+        assert direct_disk.heal() == ["read:EIO"]
+        assert reader.stats().read_errors == 1
+        assert "read of 128 bytes" in reader.stats().last_error
+
+
 def test_a_drive_that_drops_writes_gives_misses(direct_disk: FaultyFilesystem) -> None:
     keys = keys_of(range(8))
     with opened(direct_disk / "kv") as store:
