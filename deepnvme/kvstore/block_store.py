@@ -220,8 +220,9 @@ class BlockStore:
 
     def _prepare(self, wanted: FileLayout | None, fingerprint: str) -> FileLayout:
         """Make or check the file of each directory, and return the layout that all have in common."""
+        create = wanted is not None and not self._read_only
         for directory in self._paths:
-            found = prepare_file(directory, wanted, self._read_only)
+            found = prepare_file(directory, wanted, self._read_only, create)
             if wanted is None and found.fingerprint != fingerprint:
                 raise ValueError(f"'{directory / FILE_NAME}' has the fingerprint {found.fingerprint!r}, not {fingerprint!r}")
             wanted = found

@@ -275,6 +275,18 @@ def test_it_is_found_again_when_it_is_opened_again(drive: Path) -> None:
         assert 0.3 * len(keys) < sum(there) < 0.7 * len(keys)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_without_a_capacity_no_file_is_made_wherever_one_is_missing(drive: Path, missing: int) -> None:
+    paths = [drive / "a", drive / "b"]
+    BlockStore(paths, "4MiB", BLOCK).close()
+    lost = paths[missing] / FILE_NAME
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match="give capacity and block_bytes") as caught:
+        BlockStore(paths)
+    assert caught.value.filename == str(lost)
+    assert not lost.exists()
+
+
 @pytest.mark.parametrize("other", [{"fingerprint": "model 2"}, {"block_bytes": BLOCK - 1}, {"capacity": "3MiB"}])
 def test_a_store_of_another_kind_is_refused_by_name(drive: Path, other: dict[str, Any]) -> None:
     given = {"capacity": "2MiB", "block_bytes": BLOCK, "fingerprint": "model 1"}
