@@ -109,8 +109,9 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
         self._loads: dict[int, _Task] = {}
         self._lookups: dict[int, Any] = {}
         block_bytes = self._settings.block_bytes
-        if block_bytes is None and (found := read_layout(self._paths[0] / FILE_NAME)) is not None:
-            block_bytes = found.block_bytes
+        if block_bytes is None:
+            found = [layout for each in self._paths if (layout := read_layout(each / FILE_NAME)) is not None]
+            block_bytes = found[0].block_bytes if found else None
         if block_bytes is not None:
             self._store = self._open(block_bytes)
         self._store_event, self._lookup_event, self._load_event = (

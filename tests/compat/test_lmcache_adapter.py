@@ -236,6 +236,16 @@ def test_chunks_are_found_again_by_the_next_server(lmcache: SimpleNamespace, mak
     assert all(right(*pair) for pair in zip(found, keys, strict=True))
 
 
+def test_a_drive_that_was_replaced_loses_its_own_chunks_only(lmcache: SimpleNamespace, make: Make, drive: Path) -> None:
+    paths = [drive / "a", drive / "b"]
+    adapter = make(path=[str(path) for path in paths])
+    keys = [key_of(lmcache, number) for number in range(16)]
+    store(adapter, keys, objects_of(lmcache, keys))
+    adapter.close()
+    (paths[0] / FILE_NAME).unlink()
+    assert 0 < sum(look_up(make(path=[str(path) for path in paths]), keys)) < 16
+
+
 def test_close_ends_the_tasks_under_way_and_frees_the_directory(lmcache: SimpleNamespace, make: Make) -> None:
     adapter = make()
     keys = [key_of(lmcache, number) for number in range(32)]
