@@ -126,7 +126,8 @@ def test_two_blocks_are_not_read_into_the_same_memory(store: BlockStore) -> None
     keys = keys_of(range(2))
     assert store.put_many(keys, content(b"same").expand(2, -1)).result() == [True, True]
     out = torch.zeros(3, BLOCK, dtype=torch.uint8)
-    for memory, index in [(out, [1, 1]), (out[:1].expand(2, -1), None)]:
+    overlapping = out.as_strided((2, BLOCK), (BLOCK - 1, 1))
+    for memory, index in [(out, [1, 1]), (out[:1].expand(2, -1), None), (overlapping, None), ([out[2], out[2]], None)]:
         with pytest.raises(ValueError, match="same memory"):
             store.get_many(keys, memory, index)
     assert store.get_many(keys, out, [1, 2]).result() == [True, True]
