@@ -379,6 +379,9 @@ class BlockStore:
         """Wait for all puts and gets, flush the records to stable storage, and release the directories. Idempotent.
 
         Ctrl-C interrupts the waiting, and leaves the store open. Dropping the store and the interpreter's exit close it, too.
+
+        Raises:
+            OSError: If a drive does not take the records: a power cut can lose their blocks. The store is closed all the same.
         """
         self._check_process()
         for job in list(self._under_way):

@@ -301,6 +301,19 @@ def test_a_deletion_that_the_drive_does_not_take_is_counted(direct_disk: FaultyF
         assert "at offset" in store.stats().last_error
 
 
+def test_close_raises_the_error_of_a_flush_and_closes_all_the_same(direct_disk: FaultyFilesystem) -> None:
+    store = opened(direct_disk / "kv")
+    put(store, [b"key"])
+    direct_disk.fail("fsync", errno.EIO)
+    with pytest.raises(OSError, match="fdatasync") as caught:
+        store.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(direct_disk / "kv" / FILE_NAME))
+    assert direct_disk.heal() == ["fsync:EIO"]
+    assert store.closed
+    with opened(direct_disk / "kv") as again:
+        assert check(again, [b"key"]) == 1
+
+
 def test_memory_that_cannot_be_written_to_is_not_blamed_on_the_drive(drive: Path) -> None:
     """The pages of a read-only mapping, which a tensor does not tell of."""
     with opened(drive / "kv") as store:
