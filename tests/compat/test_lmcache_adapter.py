@@ -297,7 +297,8 @@ def test_a_second_server_or_another_fingerprint_is_refused(make: Make) -> None:
     [
         ({"capcity": "1GB"}, TypeError, "capcity"),
         ({"capacity": "1KiB", "block_bytes": CHUNK}, ValueError, "no room for a block"),
-        ({"aio_config": {"queue_dept": 3}, "block_bytes": CHUNK}, ValueError, "queue_dept"),
+        ({"capacity": "16 apples"}, ValueError, "capacity"),
+        ({"aio_config": {"queue_dept": 3}}, ValueError, "queue_dept"),
     ],
 )
 def test_wrong_settings_are_refused(make: Make, settings: dict[str, Any], error: type[Exception], text: str) -> None:
