@@ -368,6 +368,24 @@ def test_ctrl_c_interrupts_the_waiting_for_a_drive_that_hangs_and_loses_nothing(
         assert check(store, [b"key"]) == 1
 
 
+def test_ctrl_c_at_exit_ends_a_process_whose_drive_hangs(interpreters: Interpreters, direct_disk: FaultyFilesystem) -> None:
+    """The first one gives up the store, the next one the engine."""
+    opened(direct_disk / "kv").close()
+    direct_disk.fail("write", effect="hang", value=0, times=-1, skip=1, name=FILE_NAME)  # the first write clears a record
+    child = interpreters.start(f"""
+        from deepnvme.kvstore import BlockStore
+        store = BlockStore({str(direct_disk / "kv")!r})
+        future = store.put_many([b"key"], [bytes({BLOCK})])
+        print("ending", flush=True)
+    """)
+    interpreters.wait_for("ending")
+    for _ in range(4):
+        time.sleep(0.5)
+        os.kill(child, signal.SIGINT)
+    assert interpreters.wait(child).returncode == -signal.SIGINT
+    direct_disk.heal()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.filterwarnings("ignore:Exception ignored in")
