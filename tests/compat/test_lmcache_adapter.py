@@ -158,8 +158,8 @@ def test_a_load_beside_a_store_of_the_same_keys_has_a_whole_chunk_or_misses(lmca
     adapter = make()
     for turn in range(20):
         keys = [key_of(lmcache, 4 * turn + number) for number in range(4)]
-        found = objects_of(lmcache, 4)
-        putting = adapter.submit_store_task(keys, objects_of(lmcache, keys))
+        given, found = objects_of(lmcache, keys), objects_of(lmcache, 4)  # LMCache, too, keeps them until the tasks have ended
+        putting = adapter.submit_store_task(keys, given)
         getting = adapter.submit_load_task(keys, found)
         wait(adapter.get_load_event_fd())
         bitmap = adapter.query_load_result(getting)
