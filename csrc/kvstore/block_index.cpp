@@ -42,18 +42,20 @@ void BlockIndex::place(Slot slot, const KeyHash& key, std::uint32_t length, std:
     entry.state = State::stored;
 }
 
-void BlockIndex::finish_placing(std::vector<Placed> placed) {
+std::vector<Slot> BlockIndex::finish_placing(std::vector<Placed> placed) {
+    std::vector<Slot> superseded;
     // Of one put the last blocks are in the last slots, and evicted first: see BlockStore::end_put().
     std::ranges::sort(placed, {}, [](const Placed& each) { return std::pair(~each.sequence, each.slot); });
     for (const Placed& each : placed) {
         if (find(entries_[each.slot].key) == kNoSlot) insert(each.slot);
-        else entries_[each.slot].state = State::free;
+        else entries_[each.slot].state = State::free, superseded.push_back(each.slot);
     }
     for (const Placed& each : placed | std::views::reverse)
         if (stored(each.slot)) append(each.slot, kOnce);
     used_ = slots();
     for (Slot slot = slots(); slot-- > 0;)  // downwards, so that the first free ones are taken first
         if (!stored(slot)) vacate(slot, false);
+    return superseded;
 }
 
 // The hash table: linear probing. -----------------------------------------------------------------------------------------------

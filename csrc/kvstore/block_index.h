@@ -16,6 +16,7 @@
 // A key takes 40 bytes for its slot, 6 in the hash table and 8 for an evicted key that is remembered: 54. Not thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,7 +27,7 @@ namespace deepnvme::kvstore {
 
 struct KeyHash {
     std::uint64_t high = 0, low = 0;
-    bool operator==(const KeyHash&) const = default;
+    auto operator<=>(const KeyHash&) const = default;
 };
 
 // 128 bits of a key. Keys that are near one another in the hash table are not with another seed.
@@ -50,7 +51,8 @@ public:
     // When a store is opened: the slot has a stored block.
     void place(Slot slot, const KeyHash& key, std::uint32_t length, std::uint32_t crc) noexcept;
     // Once: all slots that were placed. Of two blocks of a key the later one counts; earlier ones are evicted first. Other slots are free.
-    void finish_placing(std::vector<Placed> placed);
+    // Returns the slots of blocks that do not count.
+    std::vector<Slot> finish_placing(std::vector<Placed> placed);
 
     Slot find(const KeyHash& key) const noexcept;
     // Have the memory for a key that is looked up soon on its way to the processor.

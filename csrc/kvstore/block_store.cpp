@@ -112,7 +112,9 @@ std::shared_ptr<BlockIndex> BlockStore::load() {
             }
         }
     }
-    index->finish_placing(std::move(placed));
+    const std::vector<Slot> superseded = index->finish_placing(std::move(placed));
+    // As a kill leaves them. A record that stayed would bring a block back whose key is deleted later.
+    if (!read_only_) write(superseded, std::vector<Record>(superseded.size()));
     std::lock_guard lock(mutex_);
     sequence_ = std::max(sequence_, last);
     return index;
@@ -195,14 +197,18 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     absent.reserve(job.keys.size());
     awaited.reserve(job.keys.size());
     const std::vector<KeyHash> hashes = hashes_of(job.keys);
+    std::vector<KeyHash> distinct;
+    distinct.reserve(hashes.size());
     std::lock_guard lock(mutex_);
     for (std::size_t i = hashes.size(); i-- > 0;) {  // first, so that they are not evicted for the others
         const Slot present = index_->find(hashes[i]);
-        if (present == kNoSlot) absent.push_back(i);
+        if (present == kNoSlot) absent.push_back(i), distinct.push_back(hashes[i]);
         else if (!index_->stored(present)) awaited.push_back(i);
         else index_->touch(present), job.flags[i] = true;
     }
-    const std::vector<Slot> slots = index_->reserve(absent.size());
+    std::ranges::sort(distinct);
+    const auto repeated = std::ranges::unique(distinct);
+    const std::vector<Slot> slots = index_->reserve(distinct.size() - repeated.size());
     auto free = slots.begin();
     for (; !absent.empty(); absent.pop_back()) {
         const std::size_t i = absent.back();
@@ -210,7 +216,6 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
         else if (free == slots.end()) ++figures_[kRefused];
         else transfers.push_back({i, *free, 0}), index_->claim(*free++, hashes[i]);
     }
-    for (; free != slots.end(); ++free) index_->vacate(*free, false);
     figures_[kDuplicates] += awaited.size() + static_cast<std::uint64_t>(std::ranges::count(job.flags, true));
     return transfers;
 }
@@ -257,7 +262,12 @@ void BlockStore::get(Job& job) {
 Outcome BlockStore::checked(const Job& job, const Transfer& transfer) {
     if (read_only_) {
         Record now;
-        read_records(file_of(transfer.slot), record_of(transfer.slot), {&now, 1});
+        try {
+            read_records(file_of(transfer.slot), record_of(transfer.slot), {&now, 1});
+        } catch (const IoError& error) {
+            note(error.what());
+            return outcome_of(error);
+        }
         if (!now.valid(layout_.block_bytes) || now.key_text() != job.keys[transfer.key] || now.block_crc != transfer.crc) return Outcome::replaced;
     }
     if (checksum(job, transfer.key) == transfer.crc) return Outcome::done;

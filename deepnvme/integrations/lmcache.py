@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from deepnvme.kvstore import BlocksFuture, BlockStore
 from deepnvme.kvstore.block_files import FILE_NAME, read_layout
 from deepnvme.telemetry.descriptions import path_list
+from deepnvme.telemetry.sizes import byte_count
 
 from ._serving import aio_config_of, block_key, folders_in, require_version
 
@@ -99,6 +100,8 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
     def __init__(self, settings: Mapping[str, Any], l1_memory_desc: object = None, **_: object) -> None:
         super().__init__()
         self._settings = _Settings(**settings)
+        self._capacity = byte_count(self._settings.capacity, "capacity")
+        self._aio_config = aio_config_of(self._settings.aio_config)
         self._paths = folders_in(self._settings.path, "")
         self._lock = threading.Lock()
         self._store: BlockStore | None = None
@@ -109,8 +112,9 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
         self._loads: dict[int, _Task] = {}
         self._lookups: dict[int, Any] = {}
         block_bytes = self._settings.block_bytes
-        if block_bytes is None and (found := read_layout(self._paths[0] / FILE_NAME)) is not None:
-            block_bytes = found.block_bytes
+        if block_bytes is None:
+            found = [layout for each in self._paths if (layout := read_layout(each / FILE_NAME)) is not None]
+            block_bytes = found[0].block_bytes if found else None
         if block_bytes is not None:
             self._store = self._open(block_bytes)
         self._store_event, self._lookup_event, self._load_event = (
@@ -118,10 +122,8 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
         )
 
     def _open(self, block_bytes: ByteCount) -> BlockStore:
-        given = self._settings
-        return BlockStore(
-            self._paths, given.capacity, block_bytes, fingerprint=given.fingerprint, aio_config=aio_config_of(given.aio_config)
-        )
+        fingerprint = self._settings.fingerprint
+        return BlockStore(self._paths, self._capacity, block_bytes, fingerprint=fingerprint, aio_config=self._aio_config)
 
     # Called by LMCache, in several threads: L2AdapterInterface of LMCache 0.5
 

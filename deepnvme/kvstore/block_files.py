@@ -117,26 +117,27 @@ def read_layout(path: Path) -> FileLayout | None:
     raise OSError(errno.EBADMSG, text, str(path))
 
 
-def prepare_file(directory: Path, wanted: FileLayout | None, read_only: bool) -> FileLayout:
-    """Make a directory's file if it is missing, and reserve all of its space. Blocks.
+def prepare_file(directory: Path, wanted: FileLayout | None, read_only: bool, create: bool) -> FileLayout:
+    """Make a directory's file if it is missing and may be made, and reserve all of its space. Blocks.
 
     Args:
         directory: The directory, locked by the caller unless ``read_only``.
         wanted: The layout that the file must have; None for the one that it has.
         read_only: Change nothing.
+        create: Whether the file may be made.
 
     Returns:
         The layout.
 
     Raises:
-        FileNotFoundError: If there is no file, and it must not or cannot be made.
+        FileNotFoundError: If there is no file, and it may not be made.
         ValueError: If the file has another layout.
         OSError: From reading and writing; with ENOSPC if the drive has too little space.
     """
     path = directory / FILE_NAME
     found = read_layout(path)
     if found is None:
-        if read_only or wanted is None:
+        if wanted is None or not create:
             hint = "" if read_only else ": give capacity and block_bytes to make one"
             raise FileNotFoundError(errno.ENOENT, f"there is no file of blocks{hint}", str(path))
         _create(path, wanted)

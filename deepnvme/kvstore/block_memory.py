@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -27,8 +28,8 @@ class BlockMemory:
 
     Raises:
         TypeError: If a block is neither a tensor nor a buffer.
-        ValueError: If a block is not contiguous, is not on the CPU, or may not be written to, or two blocks to be written to have
-            the same address.
+        ValueError: If a block is not contiguous, is not on the CPU, or may not be written to, or two blocks to be written to
+            overlap.
         IndexError: If there is no row with a number.
     """
 
@@ -42,7 +43,8 @@ class BlockMemory:
                 self.lengths.append(rows * row_bytes)
         else:
             self._add_rows(blocks, index, writable)
-        if writable and len(set(self.addresses)) < len(self.addresses):
+        begins_and_lengths = sorted(zip(self.addresses, self.lengths, strict=True)) if writable else []
+        if any(begin + length > following for (begin, length), (following, _) in pairwise(begins_and_lengths)):
             raise ValueError("two blocks must not be read into the same memory")
 
     def _add_rows(self, blocks: Any, index: Iterable[int] | None, writable: bool) -> None:

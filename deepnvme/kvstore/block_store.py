@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from deepnvme.ops.aio.async_io_op.kvstore import BlockStore as NativeStore
     from deepnvme.ops.aio.async_io_op.kvstore import Job
 
+_PATIENCE_AT_EXIT = 3.0
+"""Seconds until the exit says what it waits for, as that of an engine does."""
 _lost_memory: list[BlockMemory] = []
 """Memory that the system may still use, though the transfer has ended with an error: kept for good."""
 
@@ -212,7 +216,8 @@ class BlockStore:
             )
             stack.callback(self._native.close)
             self._end = weakref.finalize(self, _end, self._process, stack, self._under_way)
-            atexit.register(self._end)  # exit handlers run in reverse order: before that of the engine, which puts still need
+            # Exit handlers run in reverse order: before that of the engine, which puts still need.
+            atexit.register(_end_at_exit, self._end, self._process, self._under_way)
         except BaseException:
             with defer_interrupts():
                 stack.close()
@@ -220,8 +225,9 @@ class BlockStore:
 
     def _prepare(self, wanted: FileLayout | None, fingerprint: str) -> FileLayout:
         """Make or check the file of each directory, and return the layout that all have in common."""
+        create = wanted is not None and not self._read_only
         for directory in self._paths:
-            found = prepare_file(directory, wanted, self._read_only)
+            found = prepare_file(directory, wanted, self._read_only, create)
             if wanted is None and found.fingerprint != fingerprint:
                 raise ValueError(f"'{directory / FILE_NAME}' has the fingerprint {found.fingerprint!r}, not {fingerprint!r}")
             wanted = found
@@ -377,7 +383,11 @@ class BlockStore:
     def close(self) -> None:
         """Wait for all puts and gets, flush the records to stable storage, and release the directories. Idempotent.
 
-        Ctrl-C interrupts the waiting, and leaves the store open. Dropping the store and the interpreter's exit close it, too.
+        Ctrl-C interrupts the waiting, and leaves the store open. Dropping the store and the interpreter's exit close it, too. At
+        exit Ctrl-C gives the store up.
+
+        Raises:
+            OSError: If a drive does not take the records: a power cut can lose their blocks. The store is closed all the same.
         """
         self._check_process()
         for job in list(self._under_way):
@@ -421,6 +431,23 @@ def _end(process: int, stack: contextlib.ExitStack, under_way: dict[Job, BlockMe
         finally:
             for job in list(under_way):
                 _forget(under_way, job)
+
+
+def _end_at_exit(end: weakref.finalize[..., BlockStore], process: int, under_way: dict[Job, BlockMemory]) -> None:
+    """Close a store at the interpreter's exit, unless Ctrl-C interrupts the waiting for a drive that hangs.
+
+    The store is given up then, with all that its threads use. The engine, whose exit handler comes next, ends the process.
+    """
+    if process == os.getpid():
+        try:
+            for job in list(under_way):
+                if not job.wait(_PATIENCE_AT_EXIT):
+                    print("deepnvme: waiting at exit for puts and gets of blocks; Ctrl-C gives them up", file=sys.stderr)
+                    job.wait(math.inf)
+        except KeyboardInterrupt:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(end.detach()))  # never freed: to end the threads would wait for the drive
+            return
+    end()
 
 
 def _forget(under_way: dict[Job, BlockMemory], job: Job) -> None:

@@ -158,8 +158,8 @@ def test_a_load_beside_a_store_of_the_same_keys_has_a_whole_chunk_or_misses(lmca
     adapter = make()
     for turn in range(20):
         keys = [key_of(lmcache, 4 * turn + number) for number in range(4)]
-        found = objects_of(lmcache, 4)
-        putting = adapter.submit_store_task(keys, objects_of(lmcache, keys))
+        given, found = objects_of(lmcache, keys), objects_of(lmcache, 4)  # LMCache, too, keeps them until the tasks have ended
+        putting = adapter.submit_store_task(keys, given)
         getting = adapter.submit_load_task(keys, found)
         wait(adapter.get_load_event_fd())
         bitmap = adapter.query_load_result(getting)
@@ -236,6 +236,16 @@ def test_chunks_are_found_again_by_the_next_server(lmcache: SimpleNamespace, mak
     assert all(right(*pair) for pair in zip(found, keys, strict=True))
 
 
+def test_a_drive_that_was_replaced_loses_its_own_chunks_only(lmcache: SimpleNamespace, make: Make, drive: Path) -> None:
+    paths = [drive / "a", drive / "b"]
+    adapter = make(path=[str(path) for path in paths])
+    keys = [key_of(lmcache, number) for number in range(16)]
+    store(adapter, keys, objects_of(lmcache, keys))
+    adapter.close()
+    (paths[0] / FILE_NAME).unlink()
+    assert 0 < sum(look_up(make(path=[str(path) for path in paths]), keys)) < 16
+
+
 def test_close_ends_the_tasks_under_way_and_frees_the_directory(lmcache: SimpleNamespace, make: Make) -> None:
     adapter = make()
     keys = [key_of(lmcache, number) for number in range(32)]
@@ -287,7 +297,8 @@ def test_a_second_server_or_another_fingerprint_is_refused(make: Make) -> None:
     [
         ({"capcity": "1GB"}, TypeError, "capcity"),
         ({"capacity": "1KiB", "block_bytes": CHUNK}, ValueError, "no room for a block"),
-        ({"aio_config": {"queue_dept": 3}, "block_bytes": CHUNK}, ValueError, "queue_dept"),
+        ({"capacity": "16 apples"}, ValueError, "capacity"),
+        ({"aio_config": {"queue_dept": 3}}, ValueError, "queue_dept"),
     ],
 )
 def test_wrong_settings_are_refused(make: Make, settings: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -154,14 +154,18 @@ def test_a_thread_that_loads_beside_one_that_stores_has_whole_pages(make: Make, 
     """As SGLang's threads for prefetches and backups do."""
     backend, keys = make(), keys_of(range(200))
     wrong: list[str] = []
+    last_turn = threading.Event()
 
     def stores() -> None:
         for key in keys:
             fill(pool, 0, key)
             backend.batch_set_v1([key], pool.indices_of([0]))
+        last_turn.set()
 
     def loads() -> None:
-        for _ in range(4):
+        ended = False
+        while not ended:  # the last turn finds what stayed
+            ended = last_turn.is_set()
             for key in keys:
                 if backend.batch_get_v1([key], pool.indices_of([1])) == [True] and not right(pool, 1, key):
                     wrong.append(key)

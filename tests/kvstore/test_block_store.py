@@ -126,7 +126,8 @@ def test_two_blocks_are_not_read_into_the_same_memory(store: BlockStore) -> None
     keys = keys_of(range(2))
     assert store.put_many(keys, content(b"same").expand(2, -1)).result() == [True, True]
     out = torch.zeros(3, BLOCK, dtype=torch.uint8)
-    for memory, index in [(out, [1, 1]), (out[:1].expand(2, -1), None)]:
+    overlapping = out.as_strided((2, BLOCK), (BLOCK - 1, 1))
+    for memory, index in [(out, [1, 1]), (out[:1].expand(2, -1), None), (overlapping, None), ([out[2], out[2]], None)]:
         with pytest.raises(ValueError, match="same memory"):
             store.get_many(keys, memory, index)
     assert store.get_many(keys, out, [1, 2]).result() == [True, True]
@@ -245,6 +246,14 @@ def test_a_put_does_not_evict_the_blocks_of_its_own_keys(store: BlockStore) -> N
     assert (store.stats().duplicates, store.stats().refused) == (3, 0)
 
 
+def test_a_key_that_is_given_several_times_makes_room_for_one_block_only(store: BlockStore) -> None:
+    slots = store.stats().slots
+    keys = keys_of(range(slots))
+    assert all(store.put_many(keys, [content(key) for key in keys]).result())
+    assert store.put_many([b"new"] * 3, [content(b"new")] * 3).result() == [True] * 3
+    assert (store.stats().evictions, store.stats().used) == (1, slots)
+
+
 def test_it_is_found_again_when_it_is_opened_again(drive: Path) -> None:
     paths = [drive / "a", drive / "b"]
     with BlockStore(paths, "8MiB", BLOCK, fingerprint="model 1") as store:
@@ -265,6 +274,18 @@ def test_it_is_found_again_when_it_is_opened_again(drive: Path) -> None:
     with BlockStore(paths, "8MiB", BLOCK, fingerprint="model 1") as store:  # a lost drive loses its own blocks
         there = store.contains_many(keys)
         assert 0.3 * len(keys) < sum(there) < 0.7 * len(keys)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_without_a_capacity_no_file_is_made_wherever_one_is_missing(drive: Path, missing: int) -> None:
+    paths = [drive / "a", drive / "b"]
+    BlockStore(paths, "4MiB", BLOCK).close()
+    lost = paths[missing] / FILE_NAME
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match="give capacity and block_bytes") as caught:
+        BlockStore(paths)
+    assert caught.value.filename == str(lost)
+    assert not lost.exists()
 
 
 @pytest.mark.parametrize("other", [{"fingerprint": "model 2"}, {"block_bytes": BLOCK - 1}, {"capacity": "3MiB"}])

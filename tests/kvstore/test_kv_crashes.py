@@ -188,6 +188,25 @@ def test_blocks_in_the_wrong_slots_are_misses(drive: Path) -> None:
         assert store.stats().corrupt in (1, 2)
 
 
+def test_a_deleted_key_does_not_come_back_by_an_earlier_block(drive: Path) -> None:
+    """As a kill leaves one that was evicted, but whose record was not cleared yet, when another put had stored the key again."""
+    with opened(drive / "kv") as store:
+        put(store, [b"key"])
+        layout = store._layout
+    with (drive / "kv" / FILE_NAME).open("r+b") as file:
+        for begin, nbytes in ((layout.records_begin, RECORD_BYTES), (layout.blocks_begin, layout.slot_bytes)):
+            file.seek(begin)
+            copy = file.read(nbytes)
+            file.seek(begin + 7 * nbytes)
+            file.write(copy)
+    with opened(drive / "kv") as store:
+        assert store.stats().used == 1
+        assert check(store, [b"key"]) == 1
+        assert store.delete([b"key"]) == [True]
+    with opened(drive / "kv") as store:
+        assert store.contains_many([b"key"]) == [False]
+
+
 def test_a_record_that_cannot_be_cleared_stops_no_put(direct_disk: FaultyFilesystem) -> None:
     with opened(direct_disk / "kv") as store:
         direct_disk.fail("write", errno.EIO, times=1)
@@ -247,6 +266,21 @@ def test_records_that_cannot_be_read_lose_blocks_only(direct_disk: FaultyFilesys
         assert check(store, keys) == 8
 
 
+def test_a_record_that_a_reader_cannot_read_again_loses_its_block_only(direct_disk: FaultyFilesystem) -> None:
+    keys = keys_of(range(8))
+    with opened(direct_disk / "kv") as store:
+        put(store, keys)
+    with BlockStore(direct_disk / "kv", read_only=True) as reader:
+        before = direct_disk.counts()["read"]
+        assert check(reader, keys) == 8
+        blocks = direct_disk.counts()["read"] - before - 8  # the last eight reads are those of the records
+        direct_disk.fail("read", errno.EIO, times=1, skip=blocks)
+        assert check(reader, keys) == 7
+        assert direct_disk.heal() == ["read:EIO"]
+        assert reader.stats().read_errors == 1
+        assert "read of 128 bytes" in reader.stats().last_error
+
+
 def test_a_drive_that_drops_writes_gives_misses(direct_disk: FaultyFilesystem) -> None:
     keys = keys_of(range(8))
     with opened(direct_disk / "kv") as store:
@@ -265,6 +299,19 @@ def test_a_deletion_that_the_drive_does_not_take_is_counted(direct_disk: FaultyF
         assert store.contains_many([b"key"]) == [False]
         assert store.stats().write_errors == 1
         assert "at offset" in store.stats().last_error
+
+
+def test_close_raises_the_error_of_a_flush_and_closes_all_the_same(direct_disk: FaultyFilesystem) -> None:
+    store = opened(direct_disk / "kv")
+    put(store, [b"key"])
+    direct_disk.fail("fsync", errno.EIO)
+    with pytest.raises(OSError, match="fdatasync") as caught:
+        store.close()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(direct_disk / "kv" / FILE_NAME))
+    assert direct_disk.heal() == ["fsync:EIO"]
+    assert store.closed
+    with opened(direct_disk / "kv") as again:
+        assert check(again, [b"key"]) == 1
 
 
 def test_memory_that_cannot_be_written_to_is_not_blamed_on_the_drive(drive: Path) -> None:
@@ -319,6 +366,24 @@ def test_ctrl_c_interrupts_the_waiting_for_a_drive_that_hangs_and_loses_nothing(
         direct_disk.heal()
         assert future.result(PATIENCE) == [True]
         assert check(store, [b"key"]) == 1
+
+
+def test_ctrl_c_at_exit_ends_a_process_whose_drive_hangs(interpreters: Interpreters, direct_disk: FaultyFilesystem) -> None:
+    """The first one gives up the store, the next one the engine."""
+    opened(direct_disk / "kv").close()
+    direct_disk.fail("write", effect="hang", value=0, times=-1, skip=1, name=FILE_NAME)  # the first write clears a record
+    child = interpreters.start(f"""
+        from deepnvme.kvstore import BlockStore
+        store = BlockStore({str(direct_disk / "kv")!r})
+        future = store.put_many([b"key"], [bytes({BLOCK})])
+        print("ending", flush=True)
+    """)
+    interpreters.wait_for("ending")
+    for _ in range(4):
+        time.sleep(0.5)
+        os.kill(child, signal.SIGINT)
+    assert interpreters.wait(child).returncode == -signal.SIGINT
+    direct_disk.heal()
 
 
 @pytest.mark.slow
