@@ -67,7 +67,7 @@ with-deepspeed := tests/compat tests/benchmarks/test_deepspeed_training.py \
 # torch compiles DeepSpeed's ops before the tests, outside their time limits. A killed compilation leaves a lock file that torch would
 # wait for forever.
 test-deepspeed: export TORCH_EXTENSIONS_DIR = $(abspath $(VENV)/extensions)
-test-deepspeed: export CXX = $(abspath tests/compat/compiler)
+test-deepspeed: export CXX = $(abspath tests/compat/compiler.sh)
 test-deepspeed: $(VENV)/with-deepspeed
 	find $(VENV)/extensions -name lock -delete 2>/dev/null || true
 	DS_ACCELERATOR=cpu PYTHONPATH=$(abspath $(VENV)/deepspeed) $(python) -m tests.compat.compiling
