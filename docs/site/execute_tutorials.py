@@ -40,6 +40,7 @@ def execute(path: Path, directory: Path) -> nbformat.NotebookNode:
     paths = os.pathsep.join(filter(None, (str(TUTORIALS.parents[1]), os.environ.get("PYTHONPATH"))))
     own = {"DEEPNVME_TUTORIAL": str(directory), "PATH": beside, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     own["PYTHONWARNINGS"] = "ignore:IProgress not found"  # progress bars of others: without widgets they are text
+    own["DEEPNVME_PROGRESS"] = "off"  # our own come where a machine is slow, and name the directory in use
     client = nbclient.NotebookClient(
         notebook,
         timeout=_CELL_SECONDS,
