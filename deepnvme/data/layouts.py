@@ -92,7 +92,7 @@ class StridedLayout(Layout):
         return [(0, self._base + number * self._stride, self._nbytes, -1) for number in numbers]
 
     def sample(self, data: memoryview) -> torch.Tensor:
-        """Return the tensor."""
+        """Return a sample's bytes as a tensor over them."""
         return tensor_over(data, self._dtype, self._shape)
 
 

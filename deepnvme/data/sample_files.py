@@ -201,7 +201,7 @@ class Manifest:
 
     @property
     def samples(self) -> int:
-        """Committed samples."""
+        """Number of committed samples of all parts."""
         return sum(part.samples for part in self.parts)
 
     def save(self, directory: Path) -> None:
@@ -221,6 +221,7 @@ def load_manifest(directory: Path) -> Manifest:
     """
 
     def parsed(data: bytes) -> Manifest:
+        """Return the manifest in the bytes of its file."""
         return _MANIFEST.validate_python(checked_fields(_KIND, data))
 
     return read_manifest(directory / MANIFEST_NAME, _MOST_MANIFEST_BYTES, parsed, CorruptSamples)

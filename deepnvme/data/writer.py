@@ -272,6 +272,7 @@ def merge_samples(path: str | os.PathLike[str], sources: Sequence[str | os.PathL
             raise ValueError("the datasets to merge must have the same columns, and there must be one at least")
 
         def moved(source: Path, name: str) -> str:
+            """Return the path of a file of ``source``, relative to the merged dataset."""
             return os.path.relpath(path_in(source, name), directory)
 
         parts = tuple(

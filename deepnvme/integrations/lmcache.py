@@ -66,9 +66,11 @@ class _Task(NamedTuple):
 
     @property
     def ended(self) -> bool:
+        """Whether the task has ended, or could not be started. Never blocks."""
         return self.future is None or self.future.done()
 
     def flags(self) -> list[bool]:
+        """Wait for the task, and return for each key whether its chunk was stored or loaded."""
         return [False] * len(self.keys) if self.future is None else self.future.result()
 
 

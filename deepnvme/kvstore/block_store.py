@@ -367,7 +367,7 @@ class BlockStore:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The directories, absolute."""
+        """Absolute paths of the store's directories."""
         return tuple(self._paths)
 
     @property

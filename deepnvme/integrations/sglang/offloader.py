@@ -190,6 +190,7 @@ def enable(
     budget_bytes(memory_budget, "memory_budget")
 
     def create_offloader() -> StreamingOffloader:
+        """Return an offloader whose directory is this rank's own."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         where = Path(path) / f"rank-{rank}"
         return StreamingOffloader(where, prefetch=prefetch, memory_budget=memory_budget, reuse=reuse, aio_config=aio_config)
