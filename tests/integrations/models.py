@@ -72,8 +72,8 @@ def checkpoint(kind: str, directory: Path, **how: Any) -> transformers.PreTraine
 
 def prompts(rows: int = 3, length: int = 7) -> dict[str, torch.Tensor]:
     """Padded on the left, as for generating."""
-    torch.manual_seed(5)
-    ids = torch.randint(3, SIZES["vocab_size"], (rows, length))
+    own = torch.Generator().manual_seed(5)  # torch's is shared: another thread could draw, or seed it, in between
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, length), generator=own)
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, :row] = 0
