@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <compare>
 #include <cstdint>
 #include <iterator>
 #include <vector>
@@ -16,10 +17,19 @@ struct VersionHeader {
     std::uint64_t epoch;  // the commit that it belongs to; 0 for a version that was never written
 };
 
-// Consecutive rows in one file, of a table that was divided into files of any number of rows each.
+// Consecutive rows in one file, of a table that was divided into parts of any number of rows each.
 struct Shard {
     std::uint64_t first_row;
-    std::uint64_t base;  // bytes from the start of the file to the shard's first record
+    std::uint64_t base;    // bytes from the start of the file to the shard's first record
+    std::uint64_t volume;  // number of the file, which may have several shards
+};
+
+// Where a record begins. Ascending as a drive reads it.
+struct Position {
+    std::uint64_t volume;
+    std::uint64_t offset;  // bytes from the start of the volume's file to the record, or to the first of its two versions
+
+    friend auto operator<=>(const Position&, const Position&) = default;
 };
 
 struct Geometry {
@@ -32,32 +42,22 @@ struct Geometry {
     std::uint64_t volumes = 1;
     std::uint64_t chunk = 1;      // rows that follow one another on a volume before the next volume has its turn
 
-    std::vector<Shard> shards;    // one for each volume, in the order of rows; empty if rows are striped. Replaces base and chunk
+    std::vector<Shard> shards;    // in the order of rows; empty if rows are striped. Replaces base and chunk
 
     bool versioned() const noexcept { return version_bytes != 0; }
 
-    std::uint64_t volume_of(std::uint64_t row) const noexcept {
-        if (!shards.empty()) return static_cast<std::uint64_t>(shard_after(row) - shards.begin()) - 1;
-        return volumes == 1 ? 0 : row / chunk % volumes;
+    Position position_of(std::uint64_t row) const noexcept {
+        if (shards.empty()) return {volumes == 1 ? 0 : row / chunk % volumes, base + place_of(row) * stride};
+        const Shard& shard = *std::prev(std::upper_bound(
+            shards.begin(), shards.end(), row, [](std::uint64_t wanted, const Shard& each) { return wanted < each.first_row; }));
+        return {shard.volume, shard.base + (row - shard.first_row) * stride};
     }
-    // The number of the row among those of its volume.
+    // The number of the row among those of its volume. Only of striped rows.
     std::uint64_t place_of(std::uint64_t row) const noexcept {
-        if (!shards.empty()) return row - std::prev(shard_after(row))->first_row;
         return volumes == 1 ? row : row / (chunk * volumes) * chunk + row % chunk;
-    }
-    // Bytes from the start of the volume's file to the record, or to the first of its two versions.
-    std::uint64_t offset_of(std::uint64_t row) const noexcept {
-        return (shards.empty() ? base : std::prev(shard_after(row))->base) + place_of(row) * stride;
     }
     // Bytes of the file that a row's record takes, with both versions.
     std::uint64_t extent_bytes() const noexcept { return versioned() ? 2 * version_bytes : record_bytes; }
-
-private:
-    // The first shard whose rows all come after this one. Shards without rows are passed over.
-    std::vector<Shard>::const_iterator shard_after(std::uint64_t row) const noexcept {
-        return std::upper_bound(shards.begin(), shards.end(), row,
-                                [](std::uint64_t wanted, const Shard& shard) { return wanted < shard.first_row; });
-    }
 };
 
 }  // namespace deepnvme::tables

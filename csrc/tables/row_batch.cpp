@@ -114,7 +114,7 @@ void RowBatch::plan(std::uint64_t part_bytes, std::uint64_t gap_bytes) {
     const std::uint64_t unit = geometry_.unit;
     for (std::size_t i = 0; i < missing_.size(); ++i) {
         Missing& missing = missing_[i];
-        const std::uint64_t offset = geometry_.offset_of(missing.row), volume = geometry_.volume_of(missing.row);
+        const auto [volume, offset] = geometry_.position_of(missing.row);
         const std::uint64_t first = offset / unit, last = (offset + geometry_.extent_bytes() - 1) / unit;
         std::uint64_t next = first;  // the first unit that is not in the part yet
         bool fits = !parts_.empty() && parts_.back().volume == volume;
@@ -153,7 +153,8 @@ void RowBatch::deliver(std::size_t number, const std::byte* staging, const Visib
             continue;
         }
         if (broken != failed.end() && *broken <= last) {
-            failed_.push_back({missing.row, part.volume, geometry_.offset_of(missing.row), wanted_[missing.first].position});
+            const auto [volume, offset] = geometry_.position_of(missing.row);
+            failed_.push_back({missing.row, volume, offset, wanted_[missing.first].position});
             failed_missing_.push_back(i);
             continue;
         }

@@ -95,10 +95,10 @@ private:
     };
 
     void copy_to(std::uint32_t position, const std::byte* record) noexcept;
-    // In the order of volumes and their files.
+    // In the order of volumes, and of the bytes of their files.
     bool before(std::uint64_t left, std::uint64_t right) const noexcept {
-        const auto left_volume = geometry_.volume_of(left), right_volume = geometry_.volume_of(right);
-        return left_volume != right_volume ? left_volume < right_volume : left < right;
+        const auto left_position = geometry_.position_of(left), right_position = geometry_.position_of(right);
+        return left_position != right_position ? left_position < right_position : left < right;
     }
     void group_missing();
 

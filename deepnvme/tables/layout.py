@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class TableLayout:
     """Where the rows of a table are in its files. The arithmetic is that of ``csrc/tables/geometry.h``."""
 
     shards: tuple[Shard, ...]
-    """The files of rows."""
+    """The parts of the table, in the order of their rows. A file may have several."""
     rows: int
     columns: tuple[Column, ...]
     version_bytes: int = 0
@@ -101,8 +101,14 @@ class TableLayout:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of the rows."""
-        return tuple(shard.path for shard in self.shards)
+        """The files of the rows, each once: a file's number in here is that of its volume."""
+        return tuple(dict.fromkeys(shard.path for shard in self.shards))
+
+    @property
+    def volumes(self) -> list[int]:
+        """The number of each shard's file."""
+        numbers = {path: number for number, path in enumerate(self.files)}
+        return [numbers[shard.path] for shard in self.shards]
 
     @property
     def values(self) -> Column:
@@ -130,9 +136,17 @@ class TableLayout:
         if self.chunk:
             whole, rest = divmod(self.rows, self.chunk * len(self.shards))
             return whole * self.chunk + min(max(rest - volume * self.chunk, 0), self.chunk)
-        ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
-        return ends[volume] - self.shards[volume].first_row
+        return sum(rows for _, rows in self._shards_in(volume))
 
     def bytes_in(self, volume: int) -> int:
         """Return the bytes that a file needs for its rows."""
-        return self.shards[volume].base + self.rows_in(volume) * self.stride
+        if self.chunk:
+            return self.shards[volume].base + self.rows_in(volume) * self.stride
+        return max(shard.base + rows * self.stride for shard, rows in self._shards_in(volume))
+
+    def _shards_in(self, volume: int) -> Iterator[tuple[Shard, int]]:
+        """Yield the shards of a file, each with its number of rows."""
+        ends = [*(shard.first_row for shard in self.shards[1:]), self.rows]
+        for shard, end in zip(self.shards, ends, strict=True):
+            if shard.path == self.files[volume]:
+                yield shard, end - shard.first_row

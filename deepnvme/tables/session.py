@@ -167,11 +167,8 @@ class TableSession:
         self._engine: Engine = engine_for(layout.files, self._config)
         try:
             self._epochs = self._lock_rows(writable) if self._directories else NO_COMMITS
-            opened: dict[Path, File] = {}  # a file may have several shards
             for path in layout.files:
-                if path not in opened:
-                    opened[path] = self._engine.open(path, "r+" if writable else "r", whole_sectors=True)
-                self._files.append(opened[path])
+                self._files.append(self._engine.open(path, "r+" if writable else "r", whole_sectors=True))
             self._check_files(writable)
             self._memory, self.cache = self._new_cache(writable)
             self.cache.set_visible(self._epochs.committed, list(self._epochs.abandoned))
@@ -236,10 +233,11 @@ class TableSession:
             slots = max(slots, min(_FEWEST_SLOTS, layout.rows))
         memory, shards = huge_pages(max(slots * slot, 1)), layout.shards
         striped = layout.chunk > 0 or len(shards) == 1
+        first_rows, bases = [each.first_row for each in shards], [each.base for each in shards]
         cache = native.RowCache(
             rows=layout.rows, record_bytes=layout.record_bytes, base=shards[0].base, stride=layout.stride,
-            unit=unit_of(layout, self._files), version_bytes=layout.version_bytes, volumes=len(shards),
-            chunk=max(layout.chunk, 1), shards=[] if striped else [(each.first_row, each.base) for each in shards],
+            unit=unit_of(layout, self._files), version_bytes=layout.version_bytes, volumes=len(self._files),
+            chunk=max(layout.chunk, 1), shards=[] if striped else list(zip(first_rows, bases, layout.volumes, strict=True)),
             slots=slots, memory=memory.data_ptr(),
         )  # fmt: skip
         return memory, cache

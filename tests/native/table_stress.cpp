@@ -105,7 +105,7 @@ public:
           cache_(geometry_.rows, geometry_.record_bytes, slots_, memory_.data()) {
         std::uint64_t bytes = 0;
         for (std::uint64_t row = 0; row < geometry_.rows; ++row)
-            bytes = std::max(bytes, geometry_.offset_of(row) + geometry_.stride);
+            bytes = std::max(bytes, geometry_.position_of(row).offset + geometry_.stride);
         volumes_.assign(geometry_.volumes, Bytes((bytes + geometry_.unit - 1) / geometry_.unit * geometry_.unit));
         for (std::uint64_t row = 0; row < geometry_.rows; ++row) {
             rows_.push_back(geometry_.versioned() ? Bytes(geometry_.record_bytes) : random_bytes(random, geometry_.record_bytes));
@@ -158,9 +158,11 @@ private:
         } else {
             geometry.base = below(random, 1000);
             geometry.stride = geometry.record_bytes;
-            if (below(random, 2)) {  // shards of any size, some without rows
-                for (std::uint64_t volume = 0, first = 0; volume < geometry.volumes; ++volume) {
-                    geometry.shards.push_back({first, below(random, 1000)});
+            if (below(random, 2)) {  // shards of any size, some without rows, in files of their own or together, in any order there
+                const std::uint64_t apart = below(random, 2) ? geometry.rows * geometry.stride + below(random, 1000) : 0;
+                for (std::uint64_t shard = 0, first = 0; shard < geometry.volumes; ++shard) {
+                    const std::uint64_t before = apart * (geometry.volumes - shard);
+                    geometry.shards.push_back({first, before + below(random, 1000), apart ? 0 : shard});
                     first += below(random, geometry.rows - first);
                 }
             }
@@ -168,7 +170,10 @@ private:
         return geometry;
     }
 
-    std::byte* place(std::uint64_t row) { return volumes_[geometry_.volume_of(row)].data() + geometry_.offset_of(row); }
+    std::byte* place(std::uint64_t row) {
+        const auto [volume, offset] = geometry_.position_of(row);
+        return volumes_[volume].data() + offset;
+    }
 
     void start_read() {
         Read& read = reads_.emplace_back();

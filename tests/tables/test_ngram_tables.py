@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,20 @@ def test_a_table_in_several_shards_is_one(sharded: tuple[Path, dict[str, torch.T
             assert torch.equal(copy.read(torch.arange(81)), whole["ngram.weight"])
     with opened(path / "model.safetensors.index.json", "bi.*") as tables:
         assert list(tables) == ["bigram.weight"]
+
+
+def test_rows_of_many_shards_in_one_file_are_read_by_one_call(drive: Path) -> None:
+    """A call for each shard takes longer than the drive. In the file, shards 10 and 11 lie between 1 and 2."""
+    parts = [torch.randn(count, 5) for count in range(1, 13)]
+    save_file({f"t.shard_{number}": part for number, part in enumerate(parts)}, drive / "t.safetensors")
+    whole = torch.cat(parts)
+    rows = torch.randperm(len(whole))
+    with (
+        opened(drive / "t.safetensors") as tables,
+        mock.patch.object(Engine, "gather", autospec=True, side_effect=Engine.gather) as gather,
+    ):
+        assert torch.equal(tables["t"].read(rows), whole[rows])
+        assert gather.call_count == 1
 
 
 def test_shards_in_fp8_are_dequantised_with_the_scales_of_all_rows(drive: Path) -> None:

@@ -19,7 +19,7 @@ def first_outside(rows: int, count: int, rows_of_table: int) -> int | None:
 class RowCache:
     """The rows of a table that are in memory, and where all rows are on the drive: see ``csrc/tables/geometry.h``.
 
-    ``shards``: first row, and bytes from the start of the file to it, of each volume; empty if rows are striped in chunks.
+    ``shards``: first row, bytes from the start of the file to it, and volume of each; empty if rows are striped in chunks.
     ``memory``: the address of ``slots * slot_bytes(record_bytes)`` bytes, which outlive this.
     """
 
@@ -34,7 +34,7 @@ class RowCache:
         version_bytes: int,
         volumes: int,
         chunk: int,
-        shards: list[tuple[int, int]],
+        shards: list[tuple[int, int, int]],
         slots: int,
         memory: int,
     ) -> None: ...
