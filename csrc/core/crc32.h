@@ -15,7 +15,7 @@ std::uint32_t crc32_combined(std::uint32_t first, std::uint32_t second, std::uin
 // As crc32(); where there are many bytes, other threads help until this returns, so that it keeps up with several drives.
 std::uint32_t crc32_by_threads(std::uint32_t crc, const std::byte* data, std::size_t size);
 
-// How this processor computes it: "pclmulqdq", "crc32 instructions" or "tables".
+// How this processor computes it: "vpclmulqdq", "pclmulqdq", "crc32 instructions" or "tables".
 const char* crc32_method() noexcept;
 
 // As crc32(), by tables whatever the processor has: for tests.

@@ -18,4 +18,4 @@ def crc32_combined(first: int, second: int, nbytes: int) -> int:
     """Return the CRC-32 of two consecutive ranges from that of each. ``nbytes``: bytes of the second range."""
 
 def crc32_method() -> str:
-    """Return how this processor computes CRC-32: "pclmulqdq", "crc32 instructions" or "tables"."""
+    """Return how this processor computes CRC-32: "vpclmulqdq", "pclmulqdq", "crc32 instructions" or "tables"."""
