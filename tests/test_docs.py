@@ -187,6 +187,7 @@ PACKAGES = (
     "deepnvme.drives",
     "deepnvme.integrations.accelerate",
     "deepnvme.integrations.deepspeed",
+    "deepnvme.integrations.lightning",
     "deepnvme.integrations.metrics",
     "deepnvme.integrations.safetensors",
     "deepnvme.integrations.tensornvme",

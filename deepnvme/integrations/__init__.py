@@ -13,6 +13,7 @@ from deepnvme._lazy import from_modules
 if TYPE_CHECKING:
     from . import accelerate as accelerate
     from . import deepspeed as deepspeed
+    from . import lightning as lightning
     from . import lmcache as lmcache
     from . import metrics as metrics
     from . import sglang as sglang
@@ -30,6 +31,7 @@ if not TYPE_CHECKING:
         (
             "accelerate",
             "deepspeed",
+            "lightning",
             "lmcache",
             "metrics",
             "sglang",
