@@ -15,10 +15,13 @@ from deepnvme.ops import load_async_io
 from ..support.examples import examples
 
 RANDOM = torch.randint(256, (40 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LENGTHS = (
+    *range(70), 127, 128, 129, 255, 256, 257, 319, 320, 511, 512, 513, 1000, 4095, 12_288, 12_289, 40_000, 1_000_003
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("tables", [False, True])
-@pytest.mark.parametrize("nbytes", [*range(70), 127, 128, 129, 255, 1000, 4095, 12_288, 12_289, 40_000, 1_000_003])
+@pytest.mark.parametrize("nbytes", LENGTHS)
 def test_it_is_zlibs_for_any_length(nbytes: int, tables: bool) -> None:
     for skipped in (0, 1, 3, 15):
         data = memory_of(RANDOM, skipped, nbytes)
