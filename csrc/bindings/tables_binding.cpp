@@ -163,9 +163,11 @@ void bind_tables(nb::module_& module) {
             "__init__",
             [](CachedTable* self, std::uint64_t rows, std::uint64_t record_bytes, std::uint64_t base, std::uint64_t stride,
                std::uint64_t unit, std::uint64_t version_bytes, std::uint64_t volumes, std::uint64_t chunk,
-               const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& shards, std::uint64_t slots, Address memory) {
+               const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>& shards, std::uint64_t slots,
+               Address memory) {
                 Geometry geometry{rows, record_bytes, base, stride, unit, version_bytes, volumes, chunk, {}};
-                for (const auto& [first_row, first_byte, volume] : shards) geometry.shards.push_back({first_row, first_byte, volume});
+                for (const auto& [first_row, first_byte, volume] : shards)
+                    geometry.shards.push_back({first_row, first_byte, volume});
                 new (self) CachedTable(geometry, slots, memory);
             },
             nb::kw_only(), "rows"_a, "record_bytes"_a, "base"_a, "stride"_a, "unit"_a, "version_bytes"_a, "volumes"_a, "chunk"_a,

@@ -141,8 +141,8 @@ DEEPNVME_CLMUL std::uint32_t by_clmul(std::uint32_t remainder, const std::byte* 
     return by_tables(by_tables(0, left.data(), left.size()), data, size);
 }
 
-// The same in registers four times as wide: 29 GB/s from memory rather than 14. What is left in them is a
-// message for the narrow ones.
+// The same in registers four times as wide: 29 GB/s from memory rather than 14. What is left in them is a message for the narrow
+// ones.
 constexpr std::size_t kWideRegister = sizeof(__m512i);
 constexpr Factors kWideFar = carried(8 * kWideRegister * kRegisters), kWideNear = carried(8 * kWideRegister);
 

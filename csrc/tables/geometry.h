@@ -25,11 +25,11 @@ struct Shard {
 };
 
 // Where a record begins. Ascending as a drive reads it.
-struct Position {
+struct Start {
     std::uint64_t volume;
     std::uint64_t offset;  // bytes from the start of the volume's file to the record, or to the first of its two versions
 
-    friend auto operator<=>(const Position&, const Position&) = default;
+    friend auto operator<=>(const Start&, const Start&) = default;
 };
 
 struct Geometry {
@@ -46,7 +46,7 @@ struct Geometry {
 
     bool versioned() const noexcept { return version_bytes != 0; }
 
-    Position position_of(std::uint64_t row) const noexcept {
+    Start start_of(std::uint64_t row) const noexcept {
         if (shards.empty()) return {volumes == 1 ? 0 : row / chunk % volumes, base + place_of(row) * stride};
         const Shard& shard = *std::prev(std::upper_bound(
             shards.begin(), shards.end(), row, [](std::uint64_t wanted, const Shard& each) { return wanted < each.first_row; }));

@@ -64,21 +64,18 @@ void RowBatch::look_up() {
             const auto row = static_cast<std::uint64_t>(rows_[i]);
             const auto position = static_cast<std::uint32_t>(i);
             if (destination_.memory) cache_.count_use(row);
-            if (!find(row, position)) wanted_.push_back({row, position});
+            if (!find(row, position)) wanted_.push_back({geometry_.start_of(row), row, position});
         }
         hits_ = rows_.size() - wanted_.size();
     }
-    const auto in_order = [&](const Wanted& left, const Wanted& right) {
-        return left.row != right.row ? before(left.row, right.row) : left.position < right.position;
-    };
-    if (!std::is_sorted(wanted_.begin(), wanted_.end(), in_order)) std::sort(wanted_.begin(), wanted_.end(), in_order);
+    if (!std::ranges::is_sorted(wanted_)) std::ranges::sort(wanted_);
     group_missing();
 }
 
 void RowBatch::group_missing() {
     missing_.clear();
     for (std::size_t i = 0; i < wanted_.size(); ++i) {
-        if (missing_.empty() || missing_.back().row != wanted_[i].row) missing_.push_back({wanted_[i].row, i, i});
+        if (missing_.empty() || missing_.back().row != wanted_[i].row) missing_.push_back({wanted_[i].start, wanted_[i].row, i, i});
         missing_.back().end = i + 1;
     }
 }
@@ -88,9 +85,8 @@ std::vector<std::size_t> RowBatch::awaited_parts(const RowBatch& other) const {
     std::size_t part = 0;
     auto mine = missing_.begin();
     for (std::size_t i = 0; mine != missing_.end() && i < other.missing_.size();) {
-        const std::uint64_t row = other.missing_[i].row;
-        if (mine->row != row) {
-            if (before(mine->row, row)) ++mine;
+        if (mine->row != other.missing_[i].row) {
+            if (before(*mine, other.missing_[i])) ++mine;
             else ++i;
             continue;
         }
@@ -104,7 +100,7 @@ std::vector<std::size_t> RowBatch::awaited_parts(const RowBatch& other) const {
 void RowBatch::leave_out(const RowBatch& other) {
     auto theirs = other.missing_.begin();
     std::erase_if(wanted_, [&](const Wanted& wanted) {
-        while (theirs != other.missing_.end() && before(theirs->row, wanted.row)) ++theirs;
+        while (theirs != other.missing_.end() && before(*theirs, wanted)) ++theirs;
         return theirs != other.missing_.end() && theirs->row == wanted.row;
     });
     group_missing();
@@ -114,7 +110,7 @@ void RowBatch::plan(std::uint64_t part_bytes, std::uint64_t gap_bytes) {
     const std::uint64_t unit = geometry_.unit;
     for (std::size_t i = 0; i < missing_.size(); ++i) {
         Missing& missing = missing_[i];
-        const auto [volume, offset] = geometry_.position_of(missing.row);
+        const auto [volume, offset] = missing.start;
         const std::uint64_t first = offset / unit, last = (offset + geometry_.extent_bytes() - 1) / unit;
         std::uint64_t next = first;  // the first unit that is not in the part yet
         bool fits = !parts_.empty() && parts_.back().volume == volume;
@@ -153,8 +149,7 @@ void RowBatch::deliver(std::size_t number, const std::byte* staging, const Visib
             continue;
         }
         if (broken != failed.end() && *broken <= last) {
-            const auto [volume, offset] = geometry_.position_of(missing.row);
-            failed_.push_back({missing.row, volume, offset, wanted_[missing.first].position});
+            failed_.push_back({missing.row, missing.start.volume, missing.start.offset, wanted_[missing.first].position});
             failed_missing_.push_back(i);
             continue;
         }

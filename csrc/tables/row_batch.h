@@ -85,20 +85,23 @@ public:
 
 private:
     struct Wanted {
+        Start start;
         std::uint64_t row;
         std::uint32_t position;
+
+        friend auto operator<=>(const Wanted&, const Wanted&) = default;
     };
     struct Missing {
+        Start start;
         std::uint64_t row;
         std::size_t first, end;   // of wanted_
         std::uint64_t in_staging = 0;  // bytes from the beginning of its part's memory to the record
     };
 
     void copy_to(std::uint32_t position, const std::byte* record) noexcept;
-    // In the order of volumes, and of the bytes of their files.
-    bool before(std::uint64_t left, std::uint64_t right) const noexcept {
-        const auto left_position = geometry_.position_of(left), right_position = geometry_.position_of(right);
-        return left_position != right_position ? left_position < right_position : left < right;
+    // Rows are in the order of volumes, and of the bytes of their files.
+    static bool before(const auto& left, const auto& right) noexcept {
+        return left.start != right.start ? left.start < right.start : left.row < right.row;
     }
     void group_missing();
 
@@ -111,7 +114,7 @@ private:
     bool looked_up_ = false;
     bool stale_ = false;
     std::uint64_t hits_ = 0;
-    std::vector<Wanted> wanted_;     // what is missing: sorted by volume and place, then by position
+    std::vector<Wanted> wanted_;     // what is missing: sorted as drives read it, then by position
     std::vector<Missing> missing_;
     std::vector<std::int64_t> units_;
     std::vector<Part> parts_;

@@ -12,10 +12,10 @@ WriteBatch::WriteBatch(RowCache& cache, const Geometry& geometry, std::size_t mo
     slots_ = cache.take_changed(most);  // from here on nothing throws
     // In the order of the files: neighbours are written together.
     std::sort(slots_.begin(), slots_.end(), [&](auto left, auto right) {
-        return geometry.position_of(cache.row_of(left)) < geometry.position_of(cache.row_of(right));
+        return geometry.start_of(cache.row_of(left)) < geometry.start_of(cache.row_of(right));
     });
     for (const auto slot : slots_) {
-        const std::uint64_t row = cache.row_of(slot), volume = geometry.position_of(row).volume;
+        const std::uint64_t row = cache.row_of(slot), volume = geometry.start_of(row).volume;
         const Stored stored = cache.stored(slot);
         const VersionHeader header{stored.epoch};
         std::memcpy(staging, &header, sizeof(header));

@@ -51,7 +51,7 @@ class _Removals:
     """Checkpoints to be removed when one background save is published."""
 
     def __init__(self, saved: Path) -> None:
-        self._saved = saved
+        self.saved = saved
         self._paths: list[str] = []
         self._published = False
 
@@ -70,7 +70,7 @@ class _Removals:
             try:
                 Path(path).unlink(missing_ok=True)
             except OSError as error:
-                what = f"{self._saved.name} is saved, but an earlier checkpoint cannot be removed: {error.strerror}"
+                what = f"{self.saved.name} is saved, but an earlier checkpoint cannot be removed: {error.strerror}"
                 raise OSError(error.errno, what, error.filename) from error
 
 
@@ -91,11 +91,10 @@ class NVMeCheckpointIO(CheckpointIO):
     def __init__(self, asynchronous: bool = True, *, fsync: bool = True, aio_config: AioConfig | None = None) -> None:
         self._asynchronous, self._fsync, self._aio_config = asynchronous, fsync, aio_config
         self._removals: _Removals | None = None
-        self._paths: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings: background saves stay with the process that has started them."""
-        return {**self.__dict__, "_removals": None, "_paths": set()}
+        return {**self.__dict__, "_removals": None}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -120,7 +119,6 @@ class NVMeCheckpointIO(CheckpointIO):
         destination = Destination(where, self._fsync, end=removals.run, aio_config=self._aio_config)
         start(destination, partial(pt_image, checkpoint, 2, None))
         self._removals = removals
-        self._paths.add(str(where))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
@@ -137,8 +135,8 @@ class NVMeCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for the background saves, and raise the error of one that failed."""
-        while self._paths:
-            wait_for_saves(self._paths.pop())
+        if self._removals is not None:
+            wait_for_saves(self._removals.saved)  # the last: they are written in order
         raise_unseen()
 
 

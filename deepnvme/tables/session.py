@@ -233,11 +233,11 @@ class TableSession:
             slots = max(slots, min(_FEWEST_SLOTS, layout.rows))
         memory, shards = huge_pages(max(slots * slot, 1)), layout.shards
         striped = layout.chunk > 0 or len(shards) == 1
-        first_rows, bases = [each.first_row for each in shards], [each.base for each in shards]
+        places = [(each.first_row, each.base, volume) for each, volume in zip(shards, layout.volumes, strict=True)]
         cache = native.RowCache(
             rows=layout.rows, record_bytes=layout.record_bytes, base=shards[0].base, stride=layout.stride,
             unit=unit_of(layout, self._files), version_bytes=layout.version_bytes, volumes=len(self._files),
-            chunk=max(layout.chunk, 1), shards=[] if striped else list(zip(first_rows, bases, layout.volumes, strict=True)),
+            chunk=max(layout.chunk, 1), shards=[] if striped else places,
             slots=slots, memory=memory.data_ptr(),
         )  # fmt: skip
         return memory, cache

@@ -105,7 +105,7 @@ public:
           cache_(geometry_.rows, geometry_.record_bytes, slots_, memory_.data()) {
         std::uint64_t bytes = 0;
         for (std::uint64_t row = 0; row < geometry_.rows; ++row)
-            bytes = std::max(bytes, geometry_.position_of(row).offset + geometry_.stride);
+            bytes = std::max(bytes, geometry_.start_of(row).offset + geometry_.stride);
         volumes_.assign(geometry_.volumes, Bytes((bytes + geometry_.unit - 1) / geometry_.unit * geometry_.unit));
         for (std::uint64_t row = 0; row < geometry_.rows; ++row) {
             rows_.push_back(geometry_.versioned() ? Bytes(geometry_.record_bytes) : random_bytes(random, geometry_.record_bytes));
@@ -171,7 +171,7 @@ private:
     }
 
     std::byte* place(std::uint64_t row) {
-        const auto [volume, offset] = geometry_.position_of(row);
+        const auto [volume, offset] = geometry_.start_of(row);
         return volumes_[volume].data() + offset;
     }
 
