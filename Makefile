@@ -9,7 +9,7 @@
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
 # make torture HOURS=1 SEED=1   attacks: faults of drives, kills, power cuts, interrupts, damage; a table of tries and failures
-# make gpu-check  on a machine with a GPU: both ops, the tests that need it, and a benchmark in DIR; one table in the end
+# make gpu-check  on a machine with a GPU: both ops, the tests that need it, and two benchmarks in DIR; one table in the end
 # make wheels     the source distribution, and wheels with the compiled ops for each Python that is found and both architectures, in dist/
 # make clean      remove what the above made here
 #

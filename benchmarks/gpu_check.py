@@ -1,4 +1,4 @@
-"""`make gpu-check`: both ops are built, tests/gpu run, and gpu_io.py measured; one table of it all in the end.
+"""`make gpu-check`: both ops are built, tests/gpu run, gpu_io.py and gpu_models.py measured; one table of it all in the end.
 
 The table alone goes to stdout; what the steps say goes to stderr.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ from deepnvme.tools.tune.figures import Spread
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TESTS = REPOSITORY / "tests" / "gpu"
+SECONDS = 400
+"""No part of gpu_models.py begins later than this, so that all of it takes at most 8 minutes."""
+
+Document = dict[str, Any]
+"""What a benchmark writes."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,20 @@ def run_tests(tests: Path, directory: Path) -> Row:
     return Row("tests/gpu", figure, "no failure", "FAILED" if wrong else "met", failed=wrong)
 
 
-def run_benchmark(directory: Path, nbytes: int) -> list[Row]:
-    """Run gpu_io.py in a process of its own, and turn its verdicts into rows."""
-    with tempfile.TemporaryDirectory(prefix="gpu_check-") as name:
-        report = Path(name, "gpu_io.json")
-        program = str(REPOSITORY / "benchmarks" / "gpu_io.py")
-        command = [sys.executable, program, "--dir", str(directory), "--size", str(nbytes), "--json", str(report)]
+def run_benchmark(name: str, rows_of: Callable[[Document], Iterator[Row]], directory: Path, *options: str) -> list[Row]:
+    """Run a benchmark in a process of its own, and turn what it has found, and its verdicts, into rows."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as reports:
+        report = Path(reports, "report.json")
+        program = str(REPOSITORY / "benchmarks" / name)
+        command = [sys.executable, program, "--dir", str(directory), "--json", str(report), *options]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
         if not report.exists():
-            return [Row("gpu_io.py", "-", "", f"FAILED: it ended with {done.returncode}", failed=True)]
-        return list(rows_of(json.loads(report.read_text())))
+            return [Row(name, "-", "", f"FAILED: it ended with {done.returncode}", failed=True)]
+        found = json.loads(report.read_text())
+        return [*rows_of(found), *verdicts_of(found)]
 
 
-def rows_of(document: dict[str, Any]) -> Iterator[Row]:
+def transfers_of(document: Document) -> Iterator[Row]:
     """What gpu_io.py has found."""
     nbytes = size_text(document["settings"]["size"])
     for workload in document["workloads"]:
@@ -101,6 +107,24 @@ def rows_of(document: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"first read after start-up, s: {name}", f"{seconds:.3f}")
     if document["gds"]:
         yield Row("bytes that gds moved directly", f"{document['gds']['bytes_gds']} of {document['gds']['bytes_direct']}")
+
+
+def models_of(document: Document) -> Iterator[Row]:
+    """What gpu_models.py has found. A contender that is not installed took no part; ours may not be absent."""
+    yield Row("state of the checkpoints", f"{document['state_bytes'] / 1e9:.1f} GB")
+    for title, lines in document["rows"].items():
+        for contender, seconds, rate, cpu, peak, absent in lines:
+            per = " a GB" if rate != "-" else ""
+            figures = [f"{seconds} s", f"{rate} GB/s" * bool(per), f"{cpu} CPU s{per}", f"{peak} MiB" * (peak != "-")]
+            failed = bool(absent) and contender == "deepnvme"
+            figure = "-" if absent else ", ".join(filter(None, figures))
+            yield Row(f"{title}: {contender}", figure, "", f"FAILED: {absent}" if failed else absent, failed)
+    for note in document["notes"]:
+        what, _, why = note.partition(": ")
+        yield Row(what, "-", "", why)
+
+
+def verdicts_of(document: Document) -> Iterator[Row]:
     for target in document["targets"]:
         bound = f"{target['sense']} {target['bound']:g}"
         if target["figure"] is None:
@@ -114,7 +138,11 @@ def rows_of(document: dict[str, Any]) -> Iterator[Row]:
 
 def check(directory: Path, nbytes: int) -> list[Row]:
     """Every step, whatever became of the one before."""
-    return [build(AsyncIOBuilder()), build(GDSBuilder()), run_tests(TESTS, directory), *run_benchmark(directory, nbytes)]
+    begun = time.monotonic()
+    rows = [build(AsyncIOBuilder()), build(GDSBuilder()), run_tests(TESTS, directory)]
+    rows += run_benchmark("gpu_io.py", transfers_of, directory, "--size", str(nbytes), "--rounds", "3")
+    left = max(1, int(SECONDS - (time.monotonic() - begun)))
+    return rows + run_benchmark("gpu_models.py", models_of, directory, "--seconds", str(left))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -42,6 +42,15 @@ DOCUMENT: dict[str, Any] = {
     ],
 }
 
+MODELS: dict[str, Any] = {
+    "state_bytes": 7_400_000_000,
+    "rows": {
+        "load": [["deepnvme", "1.5 (1.4 - 1.6)", "2.00", "0.10", "9", ""], ["other", "-", "-", "-", "-", "not installed"]],
+        "step": [["deepnvme", "2.5 (2.4 - 2.6)", "-", "0.50", "-", ""]],
+    },
+    "notes": ["cache: not seen: 240 seconds were over"],
+}
+
 
 @pytest.fixture
 def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -66,7 +75,8 @@ def on_a_gpu(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_everything_is_in_one_table(gpu_check: ModuleType, on_a_gpu: Callable[..., Any]) -> None:
     tests = gpu_check.Row("tests/gpu", "300 passed, 0 failed, 4 skipped", "no failure", "met")
-    status, out = on_a_gpu(tests, list(gpu_check.rows_of(DOCUMENT)))
+    found = [*gpu_check.transfers_of(DOCUMENT), *gpu_check.models_of(MODELS), *gpu_check.verdicts_of(DOCUMENT)]
+    status, out = on_a_gpu(tests, found)
     assert status == 0  # a target that is missed is no failure
     lines = out.splitlines()
     assert lines[0].startswith("A GPU, CUDA ")
@@ -75,7 +85,9 @@ def test_everything_is_in_one_table(gpu_check: ModuleType, on_a_gpu: Callable[..
         ("1 GiB read, GB/s: host, pinned", "2.00 (1.50 - 2.50)"), ("1 GiB read, GB/s: aio, device", "2.00"),
         ("first read after start-up, s: aio", "0.750"), ("bytes that gds moved directly", "0 of 4096"),
         ("aio / host", "at least 0.9", "met"), ("other / host", "at least 3", "MISSED"),
-        ("gds / aio", "-", "not measured: no driver"),
+        ("gds / aio", "-", "not measured: no driver"), ("state of the checkpoints", "7.4 GB"),
+        ("load: deepnvme", "1.5 (1.4 - 1.6) s, 2.00 GB/s, 0.10 CPU s a GB, 9 MiB"), ("load: other", "-", "not installed"),
+        ("step: deepnvme", "2.5 (2.4 - 2.6) s, 0.50 CPU s"), ("cache", "-", "not seen"),
     ):  # fmt: skip
         assert any(line.startswith(parts[0]) and all(part in line for part in parts) for line in lines), (parts, out)
 
@@ -85,8 +97,10 @@ def test_what_failed_fails_the_check_and_is_in_the_table(gpu_check: ModuleType, 
     assert status == 1
     assert "FAILED" in out
     series = {"contender": "gds", "memory": "device", "failure": "the device is gone", "gb_per_second": None}
-    (row, *_) = gpu_check.rows_of({**DOCUMENT, "workloads": [{"name": "read", "series": [series]}]})
+    (row, *_) = gpu_check.transfers_of({**DOCUMENT, "workloads": [{"name": "read", "series": [series]}]})
     assert (row.failed, row.result) == (True, "FAILED: the device is gone")
+    (_, row) = gpu_check.models_of({**MODELS, "rows": {"save": [["deepnvme", "-", "-", "-", "-", "no room"]]}, "notes": []})
+    assert (row.failed, row.result) == (True, "FAILED: no room")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
