@@ -164,11 +164,7 @@ class OffloadedTraining:
         advanced: TrainingOptions | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-            raise TypeError(
-                f"checkpoint must be a path, got a {type(checkpoint).__name__}: the model's load_state_dict(mapping, assign=True)"
-                " takes values that are in memory or mapped from a file"
-            )
+        _check_checkpoint(checkpoint)
         check_optimizer_options(OffloadedTraining.__init__, optimizer_kwargs, optimizer_class)
         given = advanced or TrainingOptions()
         choices = {"parameters": given.parameters, "accumulation": given.accumulation}
@@ -204,20 +200,14 @@ class OffloadedTraining:
             beside = _values_bytes(parameter_blocks) + activation_bytes
             if memory_budget and not flexible:
                 _check_budget(memory_budget, needs.least + beside, activation_bytes if given.activation_budget is None else 0)
-            limit = needs.limit(memory_budget - beside)
-            several = [path] if isinstance(path, str | bytes | os.PathLike) else path
-            paths = [Path(os.path.abspath(os.fsdecode(each))) for each in several]
+            paths = _absolute(path)
             warn_of_memory(paths)
-            self._drive = BlocksOnDrive(paths, given.aio_config, self._owner, limit)
-            trained_blocks = [
-                TrainedBlock(block, stepping, self._drive) for block, stepping in zip(parameter_blocks, sub_groups, strict=True)
-            ]
+            self._drive = BlocksOnDrive(paths, given.aio_config, self._owner, needs.limit(memory_budget - beside))
+            trained = [TrainedBlock(*each, self._drive) for each in zip(parameter_blocks, sub_groups, strict=True)]
             self._trained = TrainingStep(
-                model, partition, trained_blocks, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
+                model, partition, trained, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
             )
-            pieces = pieces_of(each for stepping in sub_groups for each in stepping)
-            states = OffloadedStates(pieces, self._drive.versions, self._check_between_steps)
-            self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
+            self._state = self._training_state(sub_groups)
             self._saver = None
             if activations != "memory":
                 self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, aio_config=given.aio_config)
@@ -231,6 +221,11 @@ class OffloadedTraining:
                 self.close()
                 raise
             _trainings[model] = weakref.ref(self)
+
+    def _training_state(self, sub_groups: Sequence[Sequence[SubGroup]]) -> TrainingState:
+        pieces = pieces_of(each for stepping in sub_groups for each in stepping)
+        states = OffloadedStates(pieces, self._drive.versions, self._check_between_steps)
+        return TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
 
     def _close_predecessor(self, has_values: bool) -> None:
         """Close the training that the model has already, if any. Raises RuntimeError if it may not be closed, and OSError.
@@ -603,6 +598,21 @@ class OffloadedTraining:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedTraining owns files and cannot be copied or pickled; use state_dict()")
+
+
+def _check_checkpoint(checkpoint: object) -> None:
+    """Raise TypeError for a checkpoint that is not a path."""
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(
+            f"checkpoint must be a path, got a {type(checkpoint).__name__}: the model's load_state_dict(mapping, assign=True)"
+            " takes values that are in memory or mapped from a file"
+        )
+
+
+def _absolute(path: AnyPath | Sequence[AnyPath]) -> list[Path]:
+    """Return one path, or several, as absolute ones."""
+    several = [path] if isinstance(path, str | bytes | os.PathLike) else path
+    return [Path(os.path.abspath(os.fsdecode(each))) for each in several]
 
 
 def _check_choices(micro_batches: int, **given: str | None) -> None:
