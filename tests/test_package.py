@@ -31,7 +31,7 @@ SUBMODULES = {
     },
     "deepnvme.integrations": {
         "accelerate", "deepspeed", "lightning", "lmcache", "metrics", "sglang", "tensornvme", "transformers",
-        "transformers_training", "vllm",
+        "transformers_checkpoints", "transformers_training", "vllm",
     },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},

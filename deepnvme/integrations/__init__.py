@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import sglang as sglang
     from . import tensornvme as tensornvme
     from . import transformers as transformers
+    from . import transformers_checkpoints as transformers_checkpoints
     from . import transformers_training as transformers_training
     from . import vllm as vllm
 
@@ -37,6 +38,7 @@ if not TYPE_CHECKING:
             "sglang",
             "tensornvme",
             "transformers",
+            "transformers_checkpoints",
             "transformers_training",
             "vllm",
         ),
