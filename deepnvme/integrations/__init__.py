@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from . import sglang as sglang
     from . import tensornvme as tensornvme
+    from . import torchrec as torchrec
     from . import transformers as transformers
     from . import transformers_checkpoints as transformers_checkpoints
     from . import transformers_training as transformers_training
@@ -37,6 +38,7 @@ if not TYPE_CHECKING:
             "metrics",
             "sglang",
             "tensornvme",
+            "torchrec",
             "transformers",
             "transformers_checkpoints",
             "transformers_training",
