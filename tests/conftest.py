@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--io-dir", help="directory on the drive to test; default: a temporary one that is not in memory")
     parser.addoption("--quick", action="store_true", help="a quarter of the examples; no C++ cleanup of torch at exits")
     parser.addoption("--deepspeed-python", help="an interpreter that has DeepSpeed, for tests/compat")
-    parser.addoption("--serving-packages", help="a folder with vLLM, SGLang and LMCache, for tests/compat")
+    parser.addoption("--serving-packages", help="a folder with vLLM, SGLang, LMCache, TorchRec and diffusers, for tests/compat")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts

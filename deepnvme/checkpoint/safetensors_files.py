@@ -65,15 +65,18 @@ def save_file(
         OutOfBuffers: If the pool's budget does not allow the buffers.
     """
 
-    def make(across: object) -> FileImage:
-        safetensors_header.check_savable(tensors)
-        header, names = safetensors_header.make_header(tensors, metadata)
-        image = FileImage()
-        image.add_text(header)
-        image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
-        return image
-
+    make = partial(safetensors_image, tensors, metadata)
     save_to(Destination(Path(filename), fsync, aio_config=aio_config), make, progress)
+
+
+def safetensors_image(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, across: object = None) -> FileImage:
+    """Return the image of a safetensors file. Arguments and errors are those of :func:`save_file`; ``across`` is not used."""
+    safetensors_header.check_savable(tensors)
+    header, names = safetensors_header.make_header(tensors, metadata)
+    image = FileImage()
+    image.add_text(header)
+    image.add_each([tensors[name].resolve_conj().resolve_neg() for name in names])
+    return image
 
 
 @former_names(config="aio_config")

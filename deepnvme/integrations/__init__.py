@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from . import sglang as sglang
     from . import tensornvme as tensornvme
+    from . import torchrec as torchrec
     from . import transformers as transformers
+    from . import transformers_checkpoints as transformers_checkpoints
     from . import transformers_training as transformers_training
     from . import vllm as vllm
 
@@ -36,7 +38,9 @@ if not TYPE_CHECKING:
             "metrics",
             "sglang",
             "tensornvme",
+            "torchrec",
             "transformers",
+            "transformers_checkpoints",
             "transformers_training",
             "vllm",
         ),

@@ -37,13 +37,14 @@ from deepnvme.offload import ActivationReport, save_on_disk
 from deepnvme.telemetry.callers import stack_level
 from deepnvme.telemetry.sizes import ByteCount, byte_count
 
+from .transformers_checkpoints import async_checkpoints as async_checkpoints
 from .transformers_training import offload_training as offload_training
 
 if TYPE_CHECKING:
     from deepnvme.drives.aio_config import AioConfig
     from deepnvme.drives.profiles import AnyPath
 
-__all__ = ["disable", "enable", "offload_training", "report"]
+__all__ = ["async_checkpoints", "disable", "enable", "offload_training", "report"]
 
 
 class _Offload:

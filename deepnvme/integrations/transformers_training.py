@@ -76,7 +76,7 @@ def offload_training(
         ValueError: If the trainer, or one of its options, does not support offloading. Nothing is changed then.
         OSError: If the drive cannot be read or written.
     """
-    _check_version()
+    check_version(_OVERRIDDEN, "offload_training")
     _check(trainer)
     of_training = option_names(OffloadedTraining.__init__)
     because = "it takes the options of OffloadedTraining, and the optimizer's are in the TrainingArguments"
@@ -320,18 +320,23 @@ def _optimizer_of(trainer: Any) -> tuple[type[Optimizer], dict[str, Any], list[d
     return type(optimizer), options, optimizer.param_groups
 
 
-def _check_version() -> None:
-    """Raise ImportError if transformers is missing, and RuntimeError if its ``Trainer`` lacks an expected method or argument."""
+def check_version(overridden: Mapping[str, Sequence[str]], function: str) -> None:
+    """Raise ImportError if transformers is missing, and RuntimeError if its ``Trainer`` lacks an expected method or argument.
+
+    Args:
+        overridden: The expected methods, with the names of their arguments.
+        function: The function that overrides them.
+    """
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("accelerate")
     except ImportError as error:
         raise ImportError(f"{error}: there is no Trainer; pip install 'deepnvme[transformers]'") from error
-    for name, arguments in _OVERRIDDEN.items():
+    for name, arguments in overridden.items():
         method = getattr(transformers.Trainer, name, None)
         if method is None or not set(arguments) <= set(inspect.signature(method).parameters):
             missing = f"Trainer.{name}({', '.join(arguments)})"
-            raise RuntimeError(f"{missing} is not in transformers {transformers.__version__}: offload_training needs version 5")
+            raise RuntimeError(f"{missing} is not in transformers {transformers.__version__}: {function} needs version 5")
 
 
 def _check(trainer: Any) -> None:

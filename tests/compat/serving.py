@@ -1,4 +1,4 @@
-"""vLLM, SGLang and LMCache from the folder that ``--serving-packages`` names."""
+"""vLLM, SGLang, LMCache, TorchRec and diffusers from the folder that ``--serving-packages`` names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _names(config: pytest.Config, use: Callable[[Path], None], **modules: str) -
     """Return names of modules, whatever these warn of when they are imported. Skips without the option."""
     folder = config.getoption("--serving-packages")
     if not folder:
-        pytest.skip("needs a folder with vLLM, SGLang and LMCache: make test-serving, or --serving-packages FOLDER")
+        pytest.skip("needs a folder with vLLM, SGLang, LMCache, ...: make test-serving, or --serving-packages FOLDER")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         use(Path(folder).resolve())
@@ -127,3 +127,15 @@ def sglang(config: pytest.Config) -> SimpleNamespace:
         sglang__srt__mem_cache__hicache_storage="HiCacheStorageConfig PoolHitPolicy PoolName PoolTransfer",
         sglang__srt__mem_cache__storage__backend_factory="StorageBackendFactory",
     )
+
+
+def torchrec(config: pytest.Config) -> SimpleNamespace:
+    return _names(
+        config,
+        serving_packages.add,
+        torchrec="EmbeddingBagCollection EmbeddingBagConfig KeyedJaggedTensor PoolingType __version__",
+    )
+
+
+def diffusers(config: pytest.Config) -> SimpleNamespace:
+    return _names(config, serving_packages.add, diffusers="UNet2DModel", diffusers__hooks="apply_group_offloading")
