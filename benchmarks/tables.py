@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from harness.command_line import Parser, Progress, measuring, print_step, write_
 from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved, times_as_fast
 from harness.documents import all_comparisons, document
 from harness.figures import Verdict
+from harness.memory_limit import memory_limit
 from harness.table_kills import kills
 from harness.table_worker import CELL
 from harness.tables import spread_text, table, verdict_table
@@ -38,7 +39,7 @@ from deepnvme.tools.tune.folder import check_memory, drop_pages, settle
 MIB = 1 << 20
 GIB = 1 << 30
 BATCH = 8192
-PARTS = ("uniform", "others", "zipf", "bag", "memory", "kills")
+PARTS = ("uniform", "others", "zipf", "bag", "collection", "memory", "kills")
 ROW_BYTES = (512, 1024, 4096)
 FIO = ((64, 1), (128, 1), (256, 1), (64, 2), (128, 2))
 """Depth and number of jobs."""
@@ -90,6 +91,7 @@ def measure(settings: Settings, progress: Progress) -> Measurements:
         "others": compare_with_others,
         "zipf": compare_with_memory,
         "bag": compare_bags,
+        "collection": compare_collections,
         "memory": measure_memory,
         "kills": count_kills,
     }
@@ -120,8 +122,8 @@ def lay_out(path: Path, nbytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def worker(directory: Path, module: str = "table_worker") -> WorkerProcess:
-    return WorkerProcess(sys.executable, f"harness.{module}", [], directory)
+def worker(directory: Path, module: str = "table_worker", prefix: Sequence[str] = ()) -> WorkerProcess:
+    return WorkerProcess(sys.executable, f"harness.{module}", [], directory, prefix=prefix)
 
 
 def dropped(settings: Settings, path: Path, take: Callable[[], Counts]) -> Callable[[], Counts]:
@@ -282,32 +284,9 @@ def compare_bags(settings: Settings, directory: Path, cells: Path, measurements:
     """Steps of an EmbeddingBag with SparseAdam, on a table and on mapped files: with less memory than these, and with plenty."""
     name = f"EmbeddingBag, {settings.bag_rows} rows of 128 float32, {settings.touched} rows touched"
     with contextlib.ExitStack() as stack:
-        contenders: dict[str, Callable[[], Counts]] = {}
-        for how in ("table", "mapped files"):
-            process = stack.enter_context(worker(directory, "bag_worker"))
-            progress(f"{name}: making the {how}")
-            path = directory / ("bag" if how == "table" else "mapped")
-            budget = max(256 * MIB, 4 * settings.touched * 2048) if how == "table" else 0
-            process.call(
-                "start",
-                how=how,
-                path=str(path),
-                rows=settings.bag_rows,
-                width=128,
-                touched=settings.touched,
-                bag=16,
-                memory_budget=budget,
-                seed=0,
-            )
-            files = partial(_files_below, directory, path.name)
-
-            def turn(process: WorkerProcess = process, files: Callable[[], list[Path]] = files) -> Counts:
-                process.call("unmap_pages")
-                drop_pages(files())
-                settle(settings.directory)
-                return process.call("step", steps=settings.steps)
-
-            contenders[how] = turn
+        contenders = {
+            how: stack.enter_context(bag_steps(settings, directory, name, how, progress)) for how in ("table", "mapped files")
+        }
         plenty = f"{name}, all memory"
         measurements.comparisons[plenty] = measure_interleaved(plenty, contenders, settings.rounds, progress)
         title = plenty
@@ -315,6 +294,47 @@ def compare_bags(settings: Settings, directory: Path, cells: Path, measurements:
             title = f"{name}, {settings.memory / GIB:.1f} GiB of memory"
             with memory_of(settings.memory):
                 measurements.comparisons[title] = measure_interleaved(title, contenders, settings.rounds, progress)
+    judge_bags(measurements, title, dict.fromkeys((plenty, title)))
+
+
+def compare_collections(settings: Settings, directory: Path, cells: Path, measurements: Measurements, progress: Progress) -> None:
+    """Steps of a collection of four tables, with SparseAdam, and a quarter of the bytes of rows and states as memory."""
+    nbytes = settings.bag_rows * 128 * 4 * 3
+    limit = 0 if not settings.memory else nbytes // 4
+    name = f"EmbeddingBagCollection, 4 tables of together {settings.bag_rows} rows, {settings.touched} rows touched"
+    name += f", {limit / GIB:.1f} GiB of memory" if limit else ""
+    with contextlib.ExitStack() as stack:
+        contenders = {}
+        for how in ("table", "mapped files"):
+            prefix: Sequence[str] = stack.enter_context(memory_limit(limit)) if limit else ()
+            contenders[how] = stack.enter_context(bag_steps(settings, directory, name, how, progress, prefix, tables=4))
+        measurements.comparisons[name] = measure_interleaved(name, contenders, settings.rounds, progress)
+    judge_bags(measurements, name, (name,))
+
+
+@contextlib.contextmanager
+def bag_steps(
+    settings: Settings, directory: Path, name: str, how: str, progress: Progress, prefix: Sequence[str] = (), tables: int = 0
+) -> Iterator[Callable[[], Counts]]:
+    """Start a process with bags, and yield a turn: some steps, which begin with none of the rows in the page cache."""
+    with worker(directory, "bag_worker", prefix) as process:
+        progress(f"{name}: making the {how}")
+        path = directory / (("bag" if how == "table" else "mapped") + str(tables or ""))
+        budget = max(256 * MIB, 4 * settings.touched * 2048) if how == "table" else 0
+        shape = {"rows": settings.bag_rows, "width": 128, "touched": settings.touched, "bag": 16, "tables": tables}
+        process.call("start", how=how, path=str(path), memory_budget=budget, seed=0, **shape)
+
+        def turn() -> Counts:
+            process.call("unmap_pages")
+            drop_pages(_files_below(directory, path.name))
+            settle(settings.directory)
+            return process.call("step", steps=settings.steps)
+
+        yield turn
+
+
+def judge_bags(measurements: Measurements, title: str, compared: Iterable[str]) -> None:
+    """Add the verdicts: a comparison's time, and the losses of all that were compared."""
     measurements.verdicts.append(
         judge(
             measurements.comparisons[title],
@@ -325,7 +345,7 @@ def compare_bags(settings: Settings, directory: Path, cells: Path, measurements:
             4,
         )
     )
-    for each in dict.fromkeys((plenty, title)):
+    for each in compared:
         verdict = judge(
             measurements.comparisons[each],
             f"{each}: losses that differ",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,19 +24,35 @@ class Worker:
         return {"torch": torch.__version__}
 
     def start(
-        self, *, how: str, path: str, rows: int, width: int, touched: int, bag: int, memory_budget: int, seed: int
+        self,
+        *,
+        how: str,
+        path: str,
+        rows: int,
+        width: int,
+        touched: int,
+        bag: int,
+        memory_budget: int,
+        seed: int,
+        tables: int,
     ) -> dict[str, Any]:
-        """Make the bag and its optimizer. ``touched``: rows of a step; ``bag``: of each bag."""
+        """Make the bag and its optimizer. ``touched``: rows of a step; ``bag``: of each bag.
+
+        With ``tables`` there is a collection of so many tables, which share the rows.
+        """
         forget_peak()
         self._before = peak()
         self._how, self._directory = how, Path(path)
         self._shape = rows, width, touched, bag
         self._mappings: list[mmap.mmap] = []
         self._generator = torch.Generator().manual_seed(seed)
+        self._tables = [f"table{number}" for number in range(tables)]
+        if tables:
+            self._make_collection(rows // tables, width, bag, memory_budget)
+            return {}
         if how == "mapped files":
             weight = self._mapped("weight", rows, width)
-            for begin in range(0, rows, 1 << 16):
-                weight[begin : begin + (1 << 16)] = _values(begin, min(begin + (1 << 16), rows), width)
+            _fill(weight)
             self._bag: Any = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True, _weight=weight)
             self._optimizer: Any = torch.optim.SparseAdam(self._bag.parameters(), lr=1e-3)
             state = self._optimizer.state[self._bag.weight]
@@ -54,6 +72,44 @@ class Worker:
         )
         self._optimizer = RowOptimizer(self._bag, lr=1e-3)
         return {}
+
+    def _make_collection(self, rows: int, width: int, bag: int, memory_budget: int) -> None:
+        if self._how == "mapped files":
+            self._bag = torch.nn.ModuleDict()
+            for name in self._tables:
+                weight = self._mapped(f"{name}.weight", rows, width)
+                _fill(weight)
+                self._bag[name] = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True, _weight=weight)
+            self._optimizer = torch.optim.SparseAdam(self._bag.parameters(), lr=1e-3)
+            for name in self._tables:
+                states = {each: self._mapped(f"{name}.{each}", rows, width) for each in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[self._bag[name].weight].update(step=0, **states)
+            return
+        from deepnvme.integrations.torchrec import EmbeddingBagCollectionOnDisk
+        from deepnvme.tables import RowOptimizer
+
+        configs = [
+            SimpleNamespace(
+                name=name, num_embeddings=rows, embedding_dim=width, feature_names=[name], pooling="sum", init_fn=_Filling()
+            )
+            for name in self._tables
+        ]
+        self._bag = EmbeddingBagCollectionOnDisk(
+            configs, path=self._directory, optimizer=torch.optim.SparseAdam, memory_budget=memory_budget
+        )
+        self._optimizer = RowOptimizer(self._bag, lr=1e-3)
+
+    def _pooled(self, ids: torch.Tensor, bag: int) -> torch.Tensor:
+        """Return the forward's result."""
+        if not self._tables:
+            return self._bag(ids.view(-1, bag))  # type: ignore[no-any-return]
+        given = {
+            name: each % (self._shape[0] // len(self._tables))
+            for name, each in zip(self._tables, ids.chunk(len(self._tables)), strict=True)
+        }
+        if self._how == "mapped files":
+            return torch.cat([self._bag[name](each.view(-1, bag)) for name, each in given.items()], dim=1)
+        return self._bag(KeyedJaggedTensor(given, bag)).values  # type: ignore[no-any-return]
 
     def _mapped(self, name: str, rows: int, width: int) -> torch.Tensor:
         with open(f"{self._directory}.{name}", "w+b") as file:
@@ -83,7 +139,7 @@ class Worker:
         def run() -> None:
             nonlocal loss
             for ids in batches:
-                loss = self._bag(ids.view(-1, bag)).square().mean()
+                loss = self._pooled(ids, bag).square().mean()
                 loss.backward()
                 self._optimizer.step()
                 self._optimizer.zero_grad()
@@ -93,6 +149,47 @@ class Worker:
     def growth(self) -> dict[str, Any]:
         """How far memory has grown since the start."""
         return {"growth": peak() - self._before}
+
+
+class _Filling:
+    """Fills the rows of a table with the values of ``_fill``, some at a time."""
+
+    def __init__(self) -> None:
+        self._at = 0
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        rows.copy_(_values(self._at, self._at + len(rows), rows.shape[1]))
+        self._at += len(rows)
+
+
+def _fill(weight: torch.Tensor) -> None:
+    for begin in range(0, len(weight), 1 << 16):
+        part = weight[begin : begin + (1 << 16)]
+        part.copy_(_values(begin, begin + len(part), weight.shape[1]))
+
+
+class KeyedTensor(SimpleNamespace):
+    """TorchRec's class of results, which is not needed for the comparison."""
+
+
+class KeyedJaggedTensor:
+    """TorchRec's class of features, with bags of equally many ids."""
+
+    def __init__(self, ids: dict[str, torch.Tensor], bag: int) -> None:
+        self._ids, self._bag = ids, bag
+
+    def inverse_indices_or_none(self) -> None:
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            name: SimpleNamespace(values=partial(_same, ids), offsets=partial(torch.arange, 0, len(ids) + 1, self._bag))
+            for name, ids in self._ids.items()
+        }
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _values(begin: int, end: int, width: int) -> torch.Tensor:
