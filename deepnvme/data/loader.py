@@ -365,13 +365,13 @@ class DataLoader:
     def close(self) -> None:
         """Forget what was read ahead, end the threads, and free the memory that no batch has. Idempotent.
 
-        Waits for batches that are being decoded. In a forked child, this has no effect.
+        Waits for reads in progress, and for batches that are being decoded. In a forked child, this has no effect.
         """
         if self._process != os.getpid():
             return
         self._closed = True
         self._seek(self._epoch, self._position)
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()  # waits for each read: until it ends, the engine keeps the memory
         self._pool.trim()
 
     def __enter__(self) -> DataLoader:

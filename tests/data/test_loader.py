@@ -383,6 +383,32 @@ def test_the_memory_stays_within_the_budget(drive: Path) -> None:
     assert loader._pool.allocated <= 8 << 20  # the last batch, and the memory that it was read into
 
 
+def test_the_end_waits_for_reads_that_nobody_wants(dataset: SampleDataset, faulty: Any, gate: Any) -> None:
+    """Memory that a drive still writes to is not free: it stayed pinned after the loader was closed."""
+    reader, held = SampleDataset(dataset._layout.files[0].parent)._reader_here(), faulty("threads", gate=gate)
+    first = iter([reader._engine])
+
+    class Later:
+        def read_many(self, *arguments: Any) -> Any:
+            return next(first, held).read_many(*arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(held, name)
+
+    samples = SampleDataset(dataset._layout.files[0].parent)
+    samples._reader_here()._engine = Later()  # type: ignore[assignment]
+    loader = DataLoader(samples, 10, prefetch=4, decode_threads=1)
+    batches = iter(loader)
+    assert numbers_of(next(batches)) == list(range(10))
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    gate.release()
+    closing.join()
+    assert loader._pool.allocated == 0
+
+
 def test_statistics_say_what_the_limit_is(dataset: SampleDataset) -> None:
     def slow(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         time.sleep(0.001)
