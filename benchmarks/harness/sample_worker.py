@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from deepnvme.data import DataLoader, EpochSampler, SampleDataset, SampleWriter, TokenDataset
+from deepnvme.data.sample_files import ENTRY
 from harness.serving import serve
 
 AHEAD = 4
@@ -41,8 +42,8 @@ class RawSamples(Dataset[torch.Tensor]):
 
     def __init__(self, directory: str) -> None:
         self._path = file_of(directory)
-        dataset = SampleDataset(directory)
-        self._places = torch.tensor([entry[1:3] for entry in dataset._layout.entries(range(len(dataset)))])
+        index = Path(self._path.removesuffix("-0.samples") + ".index").read_bytes()
+        self._places = torch.tensor([entry[:2] for entry in ENTRY.iter_unpack(index)])
         self._descriptor = -1
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchLoader
 
 from deepnvme.data import DataLoader, EpochSampler, SampleDataset, SampleUnreadable, SampleWriter
+from deepnvme.data.sample_files import ENTRY
 
 from ..support.files import flip
 from ..support.interrupts import ctrl_c_every
@@ -286,10 +287,11 @@ def test_a_loader_that_is_closed_or_of_another_process_says_so(dataset: SampleDa
 def test_damaged_samples_are_left_out_and_counted(write: Write) -> None:
     path = write(30)
     (file,) = path.glob("*.samples")
+    (index,) = path.glob("*.index")
     strict = SampleDataset(path)
     wrong = []
     for number in (4, 20, 21, 22, 23):
-        ((_, offset, nbytes, _),) = strict._layout.entries([number])
+        offset, nbytes, _ = ENTRY.unpack_from(index.read_bytes(), number * ENTRY.size)
         flip(file, offset + nbytes - 1)
         wrong.append(number)
     with DataLoader(SampleDataset(path, errors="skip"), 4, collate_fn=list) as loader:
