@@ -224,6 +224,21 @@ def test_samples_are_collated_as_torch_does(write: Write) -> None:
         assert list(loader) == [6, 6, 6, 2]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda image: image, lambda image: image.view(30, 100).T, lambda image: torch.complex(*[image.double()] * 2).conj(),
+        lambda image: image.double().requires_grad_(),
+    ],
+)  # fmt: skip
+def test_large_tensors_of_a_transform_are_collated(dataset: SampleDataset, changed: Any) -> None:
+    with DataLoader(dataset, 50, transform=lambda sample: changed(sample["image"])) as loader:
+        found = list(loader)
+    images = [changed(torch.full((3000,), number, dtype=torch.uint8)) for number in range(COUNT)]
+    assert [len(batch) for batch in found] == [50, 50, 1]
+    assert torch.equal(torch.cat(found), torch.stack(images))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_batches_that_are_kept_stay_what_they_are(write: Write, threads: int) -> None:
     """Their memory is not read into again, however small the budget."""
