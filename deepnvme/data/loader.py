@@ -7,6 +7,7 @@ between the two loses no batch. The other batches in the queue are not part of t
 
 from __future__ import annotations
 
+import errno
 import math
 import operator
 import os
@@ -226,18 +227,17 @@ class DataLoader:
         """Start reading until enough batches are in the queue, or the memory is used up."""
         while len(self._queue) < self._prefetch:
             with defer_interrupts():  # nothing is lost between two statements; a start does not wait for samples
-                self._next = self._next or next(self._draws, None)
-                if self._next is None:
-                    return
-                epoch, numbers = self._next
+                epoch = self._epoch
                 try:
+                    self._next = self._next or next(self._draws, None)
+                    if self._next is None:
+                        return
+                    epoch, numbers = self._next
                     read = self.dataset.start(numbers, self._pool, only_leased=bool(self._queue))
                     decoding = self._threads.submit(self._decode, read, self._dropped)
-                except OutOfBuffers:
-                    if self._queue:
-                        return
-                    raise
                 except Exception as error:  # of this batch, whose turn comes later
+                    if self._queue and (isinstance(error, OutOfBuffers) or getattr(error, "errno", 0) == errno.EMFILE):
+                        return  # until the memory, or the files, of a batch in the queue are free
                     decoding = Future()
                     decoding.set_exception(error)
                 self._queue.append(_Queued(epoch, decoding))

@@ -28,7 +28,8 @@ from deepnvme.memory.tensor_bytes import crc32_mismatches, memory_of
 from .layouts import CorruptSamples, Empty, Layout, Places, SampleUnreadable, distinct
 
 _OPEN_FILES = 128
-"""Most files that stay open. A batch that needs more has them open meanwhile; systems allow 1024 descriptors or more."""
+"""Most files that stay open, with up to 2 descriptors each. A batch that needs more has them open until it is read; systems allow
+1024 descriptors or more."""
 _RUN_BYTES = 4 << 20
 """Neighbouring samples are read by one transfer, which begins no further than this from where it must end."""
 _GAP_BYTES = 4096
@@ -101,7 +102,12 @@ class SampleReader:
         """
         places = self.layout.places(numbers, self._records)
         used = distinct(places.files)
-        files = {number: self._file(self.layout.files[number], True) for number in used}
+        try:
+            files = {number: self._file(self.layout.files[number], True) for number in used}
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                error.strerror = f"the samples are in {len(used)} files, which exceeds the limit of open files (ulimit -n)"
+            raise
         sizes = torch.zeros(len(self.layout.files), dtype=torch.int64)
         sizes[used] = torch.tensor([file.size() for file in files.values()], dtype=torch.int64)
         sizes = sizes[places.files]

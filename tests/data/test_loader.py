@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,19 @@ def test_a_transform_that_raises_stop_iteration_ends_no_epoch(dataset: SampleDat
         next(batches)
         with pytest.raises(RuntimeError, match="raised StopIteration"):
             next(batches)
+
+
+def test_a_sampler_that_raises_has_its_turn_after_the_batches_before(dataset: SampleDataset) -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(25)
+        raise ZeroDivisionError("25")
+
+    with DataLoader(dataset, 10, sampler=numbers(), prefetch=5) as loader:
+        batches = iter(loader)
+        assert [numbers_of(next(batches)) for _ in range(2)] == [list(range(10)), list(range(10, 20))]
+        with pytest.raises(ZeroDivisionError, match="25"):
+            next(batches)
+        assert list(batches) == []
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
