@@ -1,4 +1,5 @@
-"""Samples in random order from a drive: ``deepnvme.data``, against ``os.preadv`` in 16 threads, torch's DataLoader and np.memmap.
+"""Samples in random order from a drive: ``deepnvme.data``, against ``os.preadv`` in 16 threads, torch's DataLoader and np.memmap;
+and against spdl, Lance, ArrayRecord, Grain and WebDataset, those of them that are installed.
 
     python benchmarks/samples.py --dir /mnt/nvme --json samples.json
 
@@ -25,6 +26,7 @@ from harness.command_line import Parser, Progress, measuring, print_step, write_
 from harness.comparison import Comparison, Comparisons, Counts, judge, measure_interleaved
 from harness.documents import document
 from harness.memory_limit import memory_limit
+from harness.other_loaders import FORMATS
 from harness.sample_worker import CONTENDERS, file_of
 from harness.tables import spread_text, table, verdict_table
 from harness.worker_process import WorkerProcess
@@ -72,12 +74,12 @@ def _worker(directory: Path, prefix: Sequence[str] = ()) -> Iterator[WorkerProce
         yield worker
 
 
-def _racing(worker: WorkerProcess, kind: str, path: Path, file: Path, batch: int, seconds: float) -> dict[str, partial[Counts]]:
-    """What each contender does in a turn: read a file that is not cached."""
+def _racing(worker: WorkerProcess, kind: str, path: Path, batch: int, seconds: float) -> dict[str, partial[Counts]]:
+    """What each contender does in a turn: read files that are not cached."""
 
     def prepared(contender: str) -> Counts:
-        drop_pages([file])
-        settle(file.parent)
+        drop_pages(file for file in path.parent.rglob("*") if file.is_file())
+        settle(path.parent)
         return worker.call("read", kind=kind, contender=contender, path=str(path), batch=batch, seconds=seconds)
 
     return {contender: partial(prepared, contender) for contender in CONTENDERS[kind]}
@@ -93,9 +95,12 @@ def _sizes(part: str, settings: Settings, directory: Path, progress: Progress, f
     nbytes, batch, target = SIZES[part]
     path = directory / "samples"
     with _worker(directory) as worker:
-        worker.call("write", directory=str(path), size=nbytes, count=settings.size // nbytes)
+        count = settings.size // nbytes
+        worker.call("write", directory=str(path), size=nbytes, count=count)
+        for name in (name for name, other in FORMATS.items() if other.installed):
+            worker.call("write_other", name=name, directory=str(path), size=nbytes, count=count)
         file = Path(file_of(str(path)))
-        racing = _racing(worker, "samples", path, file, batch, settings.seconds)
+        racing = _racing(worker, "samples", path, batch, settings.seconds)
         if program := shutil.which("fio"):
             job = fio.RandomReads(program, fio.ioengine(program, directory), file, 64, 1, -(-nbytes // 512) * 512)
             racing[FIO] = partial(job.measure, settings.seconds)  # type: ignore[assignment]
@@ -113,7 +118,7 @@ def _jpegs(settings: Settings, directory: Path, progress: Progress, found: Compa
     path = directory / "samples"
     with _worker(directory) as worker:
         worker.call("write_jpegs", directory=str(path), nbytes=settings.size)
-        racing = _racing(worker, "jpeg", path, Path(file_of(str(path))), 64, settings.seconds)
+        racing = _racing(worker, "jpeg", path, 64, settings.seconds)
         comparison = found.comparisons["JPEG"] = measure_interleaved("JPEG", racing, settings.rounds, progress)
     for other, bound in ((_best_of_torch(comparison), 1.3), (ALONE, 0.95)):
         what = f"JPEG: images a second, ours / {other}"
@@ -128,7 +133,7 @@ def _tokens(settings: Settings, directory: Path, progress: Progress, found: Comp
     with contextlib.ExitStack() as stack:
         prefix: Sequence[str] = () if settings.quick else stack.enter_context(memory_limit(settings.tokens // 5))
         worker = stack.enter_context(_worker(directory, prefix))
-        racing = _racing(worker, "tokens", path, path, 64, settings.seconds)
+        racing = _racing(worker, "tokens", path, 64, settings.seconds)
         comparison = found.comparisons["tokens"] = measure_interleaved("tokens", racing, settings.rounds, progress)
     what = f"tokens: windows a second, ours / {MAPPED}"
     found.verdicts.append(judge(comparison, what, (OURS, MAPPED), times_as_many, "at least", 10))
@@ -155,15 +160,17 @@ def times_the_cpu(ours: Counts, theirs: Counts) -> float:
 
 def as_table(title: str, comparison: Comparison[str, Counts]) -> str:
     """Rates, CPU time and the time to the first batch of each contender."""
+    nbytes = {**SIZES, "JPEG": (110_000,), "tokens": (8192,)}[title][0]
     rows = []
     for name, samples in comparison.samples.items():
         if name in comparison.absent:
-            rows.append([name, "-", "-", "-", f"failed: {comparison.absent[name]}"])
+            rows.append([name, "-", "-", "-", "-", f"failed: {comparison.absent[name]}"])
             continue
         rates, cpu = (Spread.of([figure(sample) for sample in samples]) for figure in (rate, cpu_a_sample))
         first = Spread.of([sample.get("first_batch", 0.0) for sample in samples])
-        rows.append([name, spread_text(rates, 0), spread_text(cpu), spread_text(first, 3), ""])
-    header = ["contender", "samples/s, median (quartiles)", "CPU us a sample", "first batch, s", ""]
+        gigabyte = f"{cpu.median * 1000 / nbytes:.3f}"
+        rows.append([name, spread_text(rates, 0), spread_text(cpu), gigabyte, spread_text(first, 3), ""])
+    header = ["contender", "samples/s, median (quartiles)", "CPU us a sample", "CPU s a GB", "first batch, s", ""]
     return table(f"{title} in random order", header, rows, left=1)
 
 

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from deepnvme.data import DataLoader, EpochSampler, SampleDataset, SampleWriter, TokenDataset
+from deepnvme.data.sample_files import ENTRY
+from harness.other_loaders import FORMATS, Format
 from harness.serving import serve
 
 AHEAD = 4
@@ -41,8 +43,8 @@ class RawSamples(Dataset[torch.Tensor]):
 
     def __init__(self, directory: str) -> None:
         self._path = file_of(directory)
-        dataset = SampleDataset(directory)
-        self._places = torch.tensor([entry[1:3] for entry in dataset._layout.entries(range(len(dataset)))])
+        index = Path(self._path.removesuffix("-0.samples") + ".index").read_bytes()
+        self._places = torch.tensor([entry[:2] for entry in ENTRY.iter_unpack(index)])
         self._descriptor = -1
 
     def __len__(self) -> int:
@@ -112,13 +114,25 @@ def torchs_loader(samples: Dataset[torch.Tensor], batch: int, workers: int) -> I
     yield from TorchLoader(samples, batch, shuffle=True, num_workers=workers, prefetch_factor=AHEAD if workers else None)
 
 
-def decoding_alone(directory: str, batch: int) -> Iterator[torch.Tensor]:
-    """As many threads as processors decode what is in memory."""
+def spdl_pipeline(directory: str, batch: int) -> Iterator[torch.Tensor]:
+    """As pread_threads, by spdl's pipeline."""
+    from spdl.pipeline import PipelineBuilder
+
+    samples = RawSamples(directory)
+    order = torch.randperm(len(samples)).tolist()
+    builder = PipelineBuilder().add_source(iter(order)).pipe(samples.__getitem__, concurrency=16, output_order="completion")
+    pipeline = builder.aggregate(batch).pipe(torch.stack).add_sink(AHEAD).build(num_threads=16)
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+def decoding_alone(directory: str, batch: int) -> Iterator[list[torch.Tensor]]:
+    """As many threads as processors decode what is in memory. Nothing is collated."""
     samples = RawSamples(directory)
     jpegs = [samples[number].numpy().tobytes() for number in range(min(256, len(samples)))]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         while True:
-            yield torch.stack(list(threads.map(decoded, (jpegs * (batch // len(jpegs) + 1))[:batch])))
+            yield list(threads.map(decoded, (jpegs * (batch // len(jpegs) + 1))[:batch]))
 
 
 def token_windows(path: str, batch: int) -> Iterator[torch.Tensor]:
@@ -136,7 +150,7 @@ def mapped_windows(path: str, batch: int) -> Iterator[torch.Tensor]:
 
 
 WORKERS = (0, 1, 2, 4, 8)
-Contender = Callable[[str, int], Iterator[torch.Tensor]]
+Contender = Callable[[str, int], Iterator[Any]]
 
 
 def _of_torch(samples: Callable[[str], Dataset[torch.Tensor]]) -> dict[str, Contender]:
@@ -146,12 +160,18 @@ def _of_torch(samples: Callable[[str], Dataset[torch.Tensor]]) -> dict[str, Cont
     return {f"torch's loader, {workers} workers": with_workers(workers) for workers in WORKERS}
 
 
+def _of_format(other: Format) -> Contender:
+    return lambda directory, batch: other.read(Path(directory).with_name(other.folder), batch)
+
+
 CONTENDERS: dict[str, dict[str, Contender]] = {
     "samples": {
         "deepnvme": ours,
         "deepnvme in torch's loader, 2 workers": ours_in_torchs_loader,
         "preadv in 16 threads": pread_threads,
         **_of_torch(RawSamples),
+        "spdl": spdl_pipeline,
+        **{name: _of_format(other) for name, other in FORMATS.items()},
     },
     "jpeg": {
         "deepnvme": lambda directory, batch: ours(directory, batch, lambda sample: decoded(sample["image"])),
@@ -196,6 +216,14 @@ class Worker:
                 writer.append(image=image)
         return {}
 
+    def write_other(self, *, name: str, directory: str, size: int, count: int) -> dict[str, Any]:
+        """Write the same samples in another package's format, unless they are there."""
+        folder = Path(directory).with_name(FORMATS[name].folder)
+        if not folder.exists():
+            folder.mkdir()
+            FORMATS[name].write(folder, (number.to_bytes(8, "little") + bytes(size - 8) for number in range(count)), size)
+        return {}
+
     def write_jpegs(self, *, directory: str, nbytes: int) -> dict[str, Any]:
         pictures, written, number = jpegs(64), 0, 0
         with SampleWriter(directory, {"image": "bytes"}) as writer:
@@ -230,4 +258,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    serve(Worker, ("write", "write_jpegs", "read"), int(sys.argv[1]), int(sys.argv[2]))
+    serve(Worker, ("write", "write_other", "write_jpegs", "read"), int(sys.argv[1]), int(sys.argv[2]))

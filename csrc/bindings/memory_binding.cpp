@@ -1,4 +1,9 @@
 // The submodule `memory`: copies between ranges of host memory, and checksums of it.
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
 #include "bindings/bind_functions.h"
 #include "bindings/conversions.h"
 #include "core/copy.h"
@@ -38,6 +43,19 @@ std::uint32_t crc32_of(nb::handle data, std::uint32_t crc, Flag tables) {
     return compute();
 }
 
+std::vector<std::size_t> crc32_mismatches(nb::handle addresses, nb::handle lengths, nb::handle expected) {
+    const BufferView views[] = {BufferView(addresses), BufferView(lengths), BufferView(expected)};
+    const auto from = numbers_in(views[0], "addresses"), sizes = numbers_in(views[1], "lengths"), crcs = numbers_in(views[2], "expected");
+    if (from.size() != sizes.size() || crcs.size() != sizes.size())
+        throw value_error("addresses, lengths and expected must be as many, got " + std::to_string(from.size()) + ", " +
+                              std::to_string(sizes.size()) + " and " + std::to_string(crcs.size()));
+    nb::gil_scoped_release release;
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < sizes.size(); ++i)
+        if (crc32(0, reinterpret_cast<const std::byte*>(from[i]), sizes[i]) != crcs[i]) found.push_back(i);
+    return found;
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& module) {
@@ -46,6 +64,7 @@ void bind_memory(nb::module_& module) {
     memory.def("copy_many", &copy_many_ranges, "destinations"_a, "sources"_a, "lengths"_a);
     memory.def("crc32", &crc32_of, "data"_a, "crc"_a = 0, "tables"_a = false);
     memory.def("crc32_combined", &crc32_combined, "first"_a, "second"_a, "nbytes"_a);
+    memory.def("crc32_mismatches", &crc32_mismatches, "addresses"_a, "lengths"_a, "expected"_a);
     memory.def("crc32_method", &crc32_method);
 }
 

@@ -2,200 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import operator
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset
 
-from deepnvme.checkpoint.file_io import file_version, is_replaced
+from deepnvme.checkpoint.file_io import file_version
 from deepnvme.drives.aio_config import AioConfig
-from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import File, Future
-from deepnvme.memory.alignment import padded
-from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.pool import BufferPool, OutOfBuffers, buffer_pool
-from deepnvme.memory.tensor_bytes import memory_of
-from deepnvme.ops import load_async_io
+from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.tables.opening import find_layout
 from deepnvme.telemetry.descriptions import path_list, representation
-from deepnvme.transfer.scatter import Run, runs
 
-from .layouts import Entry, Layout, SampleUnreadable, StridedLayout, TarLayout
+from .layouts import Empty, Layout, SampleUnreadable, StridedLayout, TarLayout
+from .reading import BatchRead, SampleReader, Skipped
 from .sample_files import MANIFEST_NAME, WrittenLayout, load_manifest
-
-_OPEN_FILES = 128
-"""Most files that stay open. A batch that needs more has them open meanwhile; systems allow 1024 descriptors or more."""
-_RUN_BYTES = 4 << 20
-"""Most bytes of neighbouring samples that one transfer reads."""
-_GAP_BYTES = 4096
-"""Most bytes between two samples that are read along with them: headers between samples, and padding."""
-_CACHE_LINE = 64
-
-Skipped = Callable[[SampleUnreadable], object]
-
-
-class SampleReader:
-    """The engine and the open files of a layout, in one process. Thread-safe.
-
-    Args:
-        layout: Where the samples are.
-        aio_config: Settings of the engine; None for the profile of the drive.
-    """
-
-    def __init__(self, layout: Layout, aio_config: AioConfig | None) -> None:
-        self.layout = layout
-        self.process = os.getpid()
-        directories = list(dict.fromkeys(path.parent for path in layout.files))
-        self._engine = engine_for(directories or ["."], aio_config)
-        self._files: dict[int, File] = {}
-        self._lock = threading.Lock()
-
-    def start(self, numbers: Sequence[int], pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
-        """Start reading samples by one call of the engine; return at once.
-
-        Args:
-            numbers: Numbers of the samples, each of them valid; the same one may occur several times.
-            pool: Leases the memory. Without it, or if it has no memory free, the system's is used.
-            only_leased: Whether to raise if the pool has no memory free.
-
-        Raises:
-            OSError: If a file cannot be opened, or an index cannot be read or is damaged.
-            OutOfBuffers: If the pool has no memory free, and only leased memory is wanted.
-        """
-        entries = self.layout.entries(numbers)
-        with self._lock:
-            files = {number: self._file(number) for number in dict.fromkeys(entry[0] for entry in entries)}
-        sizes = {number: file.size() for number, file in files.items()}
-        sector = max((file.sector_size for file in files.values()), default=1)
-        span = max(sector, _CACHE_LINE)
-        found, spans, sources, offsets = [], [], [], []
-        for run in runs([entry[:3] for entry in entries], _RUN_BYTES, sector, _GAP_BYTES):
-            file = entries[run.members[0]][0]
-            if run.end > sizes[file]:  # the last sector of a file may be a part of one; or the file was cut off
-                run = run._replace(end=max(sizes[file], run.begin))
-            if run.end > run.begin:
-                found.append(run)
-                spans.append(-(-(run.end - run.begin) // span) * span)
-                sources.append(files[file])
-                offsets.append(run.begin)
-        memory = _memory(sum(spans), pool, only_leased)
-        tensors = list(memory.split_with_sizes(spans))
-        for index, run in enumerate(found):
-            if run.end - run.begin < spans[index]:
-                tensors[index] = tensors[index][: run.end - run.begin]
-        future = self._engine.read_many(tensors, sources, offsets) if found else None
-        return BatchRead(self.layout, list(numbers), entries, sizes, found, spans, memory, future)
-
-    def _file(self, number: int) -> File:
-        file = self._files.pop(number, None)
-        if file is None:
-            while len(self._files) >= _OPEN_FILES:
-                self._files.pop(next(iter(self._files)))  # closed with its last reference: a batch may have yet to be started
-            file = self._engine.open(self.layout.files[number], "r", whole_sectors=True)
-        self._files[number] = file  # the one used last is at the end
-        return file
-
-
-def _memory(nbytes: int, pool: BufferPool | None, only_leased: bool) -> torch.Tensor:
-    """Return memory for a batch, aligned to pages. It belongs to the tensors over it."""
-    if pool is not None:
-        step = max(1 << max(nbytes.bit_length() - 4, 0), 4096)  # batches differ by some percent: sizes that occur again
-        lease = pool.try_lease(padded(nbytes, step))
-        if lease is not None:
-            return lease.buffer[:nbytes]  # the lease ends at once, its memory is lent until no view is left
-        if only_leased:
-            raise OutOfBuffers(f"a batch needs {nbytes} bytes")
-    return empty_aligned(padded(nbytes))[:nbytes]
-
-
-@dataclass(eq=False)
-class BatchRead:
-    """A read of a batch in progress."""
-
-    layout: Layout
-    numbers: list[int]
-    entries: list[Entry]
-    sizes: dict[int, int]
-    """Bytes of each file when the read was started."""
-    runs: list[Run]
-    spans: list[int]
-    """Bytes of memory for each run."""
-    memory: torch.Tensor
-    future: Future | None
-
-    def wait(self) -> None:
-        """Wait until the read has ended, with or without an error. Ctrl-C interrupts the waiting."""
-        if self.future is not None:
-            self.future.exception()
-
-    def samples(self, skip: Skipped | None = None) -> Iterator[tuple[int, Any]]:
-        """Wait for the read, and yield the number of each sample and the sample. Tensors keep the batch's memory alive.
-
-        Args:
-            skip: Called with the error of each sample that is left out; None to raise the first error.
-
-        Raises:
-            SampleUnreadable: For a sample that could not be read, or is damaged.
-        """
-        decode, checksum = self.layout.sample, load_async_io().memory.crc32  # looked up once, and not for each sample
-        for index, (number, data) in enumerate(zip(self.numbers, self._pieces(), strict=True)):
-            try:
-                if isinstance(data, OSError):
-                    raise data
-                expected = self.entries[index][3]
-                if expected >= 0 and (found := checksum(data)) != expected:
-                    raise ValueError(f"expected CRC-32 {expected}, found {found}")
-                sample = decode(data)
-            except (OSError, ValueError, RuntimeError) as error:  # the latter from tensors that have too few bytes
-                unreadable = self._unreadable(index, error)
-                if skip is None:
-                    raise unreadable from error
-                skip(unreadable)
-            else:
-                yield number, sample
-
-    def _pieces(self) -> list[memoryview | OSError]:
-        """Wait for the read, and return the bytes of each sample, or why it could not be read."""
-        memory = memory_of(self.memory) if self.memory.nbytes else memoryview(b"")
-        missing = OSError(errno.EBADMSG, "the file ends before it")
-        pieces: list[memoryview | OSError] = [missing if nbytes else memory[:0] for _, _, nbytes, _ in self.entries]
-        failed = None if self.future is None else self.future.exception()
-        failures = () if failed is None else getattr(failed, "indices", range(len(self.runs)))
-        for run, end, span in zip(self.runs, accumulate(self.spans), self.spans, strict=True):
-            base = end - span - run.begin
-            last = run.begin
-            for index in run.members:
-                file, offset, nbytes, _ = self.entries[index]
-                if offset + nbytes <= self.sizes[file]:
-                    piece = memory[base + offset : base + offset + nbytes]
-                    pieces[index] = memoryview(bytearray(piece)) if offset < last else piece  # no two samples share bytes
-                    last = max(last, offset + nbytes)
-        for index in (index for at in failures for index in self.runs[at].members):
-            pieces[index] = failed or pieces[index]
-        if self.layout.versions:
-            files, versions = self.layout.files, self.layout.versions
-            stale = {file for file in {entry[0] for entry in self.entries} if is_replaced(files[file], versions[file])}
-            changed = OSError(errno.ESTALE, "the file was changed since it was opened: open the dataset again")
-            pieces = [changed if entry[0] in stale else piece for entry, piece in zip(self.entries, pieces, strict=True)]
-        return pieces
-
-    def _unreadable(self, index: int, error: Exception) -> SampleUnreadable:
-        file, offset, nbytes, _ = self.entries[index]
-        if not isinstance(error, OSError):
-            error = OSError(errno.EBADMSG, f"it is damaged: {error}")
-        text = f"sample {self.numbers[index]}, {nbytes} bytes at offset {offset}: {error.strerror}"
-        unreadable = SampleUnreadable(error.errno, text, os.fspath(self.layout.files[file]))
-        unreadable.sample, unreadable.offset = self.numbers[index], offset
-        return unreadable
-
 
 OnError = Literal["raise", "skip"]
 
@@ -226,7 +51,7 @@ class StoredSamples(Dataset[Any]):
             IndexError: If there is no such sample.
             SampleUnreadable: If it cannot be read or is damaged, also with ``errors="skip"``.
         """
-        ((_, sample),) = self.start([number], None).samples()
+        ((_, sample),) = self.start([number], None).samples(None)
         return sample
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
@@ -243,20 +68,41 @@ class StoredSamples(Dataset[Any]):
 
     def samples_of(self, read: BatchRead) -> Iterator[tuple[int, Any]]:
         """Wait for a read of :meth:`start`, and yield number and sample, for samples as :meth:`__getitems__` returns them."""
-        return read.samples(self._skip if self._errors == "skip" else None)
+        return read.samples(self._skip)
 
-    def start(self, numbers: Sequence[int], pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
-        """Start reading samples; return at once. Negative numbers count from the end.
+    def batch_of(self, read: BatchRead, empty: Empty) -> tuple[int, Any]:
+        """Wait for a read of :meth:`start`; return the number of samples and the samples, collated into what ``empty`` returns.
+
+        Only if all samples have the same shapes, see :attr:`stacks`.
+        """
+        return read.stacked(empty, self._skip)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether all samples have the same columns, dtypes and shapes."""
+        return self._layout.sample_bytes is not None
+
+    def start(self, numbers: Sequence[int] | torch.Tensor, pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
+        """Start reading samples; return when the reads are submitted. Negative numbers count from the end.
 
         Raises TypeError and IndexError for a number that is none of a sample, and as :meth:`SampleReader.start`.
         """
-        indices, count = list(map(operator.index, numbers)), len(self._layout)
-        for index in indices:
-            if not -count <= index < count:
-                raise IndexError(f"there is no sample {index}: the dataset has {count}")
-        return self._reader_here().start([index % count for index in indices], pool, only_leased)
+        count = len(self._layout)
+        if not isinstance(numbers, torch.Tensor):
+            try:
+                numbers = torch.tensor(array("q", map(operator.index, numbers)), dtype=torch.int64)
+            except OverflowError:
+                raise IndexError(f"a number of a sample is too large: the dataset has {count}") from None
+        wrong = numbers[(numbers < -count) | (numbers >= count)]
+        if len(wrong):
+            raise IndexError(f"there is no sample {int(wrong[0])}: the dataset has {count}")
+        return self._reader_here().start(numbers % max(count, 1), pool, only_leased)
 
-    def _skip(self, error: SampleUnreadable) -> None:
+    @property
+    def _skip(self) -> Skipped | None:
+        return self._count_skipped if self._errors == "skip" else None
+
+    def _count_skipped(self, error: SampleUnreadable) -> None:
         self.skipped += 1
 
     def _reader_here(self) -> SampleReader:

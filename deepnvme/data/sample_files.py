@@ -16,9 +16,7 @@ import math
 import os
 import struct
 import sys
-import weakref
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -29,16 +27,15 @@ import torch
 from pydantic import NonNegativeInt, TypeAdapter
 
 from deepnvme.files.manifest import checked_fields, read_manifest, with_checksum
-from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import replace_durably
-from deepnvme.memory.tensor_bytes import check_storable, dtype_named, flat_bytes, memory_of
+from deepnvme.memory.tensor_bytes import check_storable, dtype_named, flat_bytes, memory_of, stack_ranges
 
-from .layouts import CorruptSamples, Entry, Layout, tensor_over
+from .layouts import CorruptSamples, Empty, Layout, Places, Records, containing, distinct
 
 ColumnKind: TypeAlias = "str | torch.dtype | tuple[torch.dtype, tuple[int, ...]]"
 """What a column holds: "bytes", "str", a dtype for one number, or a dtype and a shape, whose first size may be -1: any."""
 
-_MOST_RECORD_BYTES = (1 << 32) - 1
+_WORD = (1 << 32) - 1
 """Most bytes of a record: an index has 32 bits for them."""
 _PLAIN: dict[str, Any] = {"bytes": (bytes, bytearray, memoryview), "str": str}
 
@@ -103,7 +100,10 @@ class Column:
             return bytes(data)
         if self.kind == "str":
             return str(data, "utf-8", "surrogatepass")
-        return tensor_over(data, self.dtype, self.shape)
+        found = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        if found.data_ptr() % self.dtype.itemsize:
+            found = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        return found.view(self.shape)
 
 
 class RecordFormat:
@@ -115,7 +115,13 @@ class RecordFormat:
         self._names = [column.name for column in columns]
         self._columns = sorted(columns, key=lambda column: not column.fixed)
         variable = sum(not column.fixed for column in columns)
-        self._lengths = struct.Struct(f"<{max(variable - 1, 0)}I")
+        self._lengths = f"<{max(variable - 1, 0)}I"
+        end, self._begins = struct.calcsize(self._lengths), []  # where the columns of fixed length begin
+        for column in self._columns[: len(columns) - variable]:
+            self._begins.append(end + -end % column.dtype.itemsize)
+            end = self._begins[-1] + column.row_bytes
+        self.nbytes = None if variable else end
+        """Bytes of each record if all columns are fixed."""
 
     def pack(self, sample: Mapping[str, Any]) -> bytearray:
         """Return a sample as a record. Raises TypeError or ValueError, naming the column, if it cannot hold a value."""
@@ -123,11 +129,11 @@ class RecordFormat:
             raise TypeError(f"a sample has the columns {', '.join(self._names)}, got {', '.join(map(str, sample)) or 'none'}")
         values = [column.encode(sample[column.name]) for column in self._columns]
         padding = sum(column.dtype.itemsize for column in self._columns)
-        most = self._lengths.size + padding + sum(value.nbytes for value in values)
-        if most > _MOST_RECORD_BYTES:
-            raise ValueError(f"a sample may have {_MOST_RECORD_BYTES} bytes, got {most}")
+        most = struct.calcsize(self._lengths) + padding + sum(value.nbytes for value in values)
+        if most > _WORD:
+            raise ValueError(f"a sample may have {_WORD} bytes, got {most}")
         lengths = [value.nbytes for column, value in zip(self._columns, values, strict=True) if not column.fixed]
-        record = bytearray(self._lengths.pack(*lengths[:-1]))
+        record = bytearray(struct.pack(self._lengths, *lengths[:-1]))
         for column, value in zip(self._columns, values, strict=True):
             record += bytes(-len(record) % column.dtype.itemsize)
             record += value
@@ -135,10 +141,10 @@ class RecordFormat:
 
     def unpack(self, record: memoryview) -> dict[str, Any]:
         """Return the sample in a record. Tensors are views of the record. Raises ValueError if the record is damaged."""
-        at, whole = self._lengths.size, record.nbytes
+        at, whole = struct.calcsize(self._lengths), record.nbytes
         if whole < at:
             raise ValueError(f"its record has {whole} bytes, and its columns' lengths {at}")
-        lengths = iter(self._lengths.unpack_from(record))
+        lengths = iter(struct.unpack_from(self._lengths, record))
         sample = dict.fromkeys(self._names)
         for column in self._columns:
             begin = at + -at % column.dtype.itemsize
@@ -147,6 +153,13 @@ class RecordFormat:
                 raise ValueError(f"the length of its column '{column.name}' is wrong")
             sample[column.name] = column.decode(record[begin:at])
         return sample
+
+    def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> dict[str, torch.Tensor]:
+        """Return the samples in records by column, if all columns are fixed. See :func:`stack_ranges`."""
+        columns = dict.fromkeys(self._names, memory)  # in the user's order
+        for column, begin in zip(self._columns, self._begins, strict=True):
+            columns[column.name] = stack_ranges(memory, starts + begin, column.dtype, column.shape, empty)
+        return columns
 
 
 def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[Column, ...]:
@@ -170,8 +183,6 @@ _KIND = ("deepnvme samples", 1)
 _MOST_MANIFEST_BYTES = 64 << 20
 ENTRY = struct.Struct("<QII")
 """A sample in an index: offset, length and CRC-32 of its record."""
-_CACHED_BYTES = 256 << 20
-"""Most bytes of an index that the system is asked to read into the page cache when it is opened."""
 
 
 @dataclass(frozen=True)
@@ -232,43 +243,8 @@ def path_in(directory: Path, name: str) -> Path:
     return Path(os.path.normpath(directory / name))
 
 
-class _OpenPart:
-    """A part whose index is open. Entries are read when they are needed, so that an index of any size takes no memory."""
-
-    def __init__(self, directory: Path, part: Part, first_file: int) -> None:
-        self.part, self._first_file = part, first_file
-        self._path = path_in(directory, part.index)
-        for path, nbytes in zip(self.files(directory), part.nbytes, strict=True):
-            _check_size(path, nbytes)
-        _check_size(self._path, part.samples * ENTRY.size)
-        index = open_regular(self._path)
-        self._descriptor = index.fileno()
-        weakref.finalize(self, index.close)
-        small = part.samples * ENTRY.size <= _CACHED_BYTES
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_WILLNEED if small else os.POSIX_FADV_RANDOM)
-
-    def files(self, directory: Path) -> list[Path]:
-        """Return the paths of the data files."""
-        return [path_in(directory, name) for name in self.part.files]
-
-    def entry(self, number: int) -> Entry:
-        """Return where a sample of the part is. Blocks if the page of the index is not in the page cache."""
-        try:  # not with_filename, which takes 2 us
-            data = os.pread(self._descriptor, ENTRY.size, number * ENTRY.size)
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            raise
-        if len(data) < ENTRY.size:
-            raise CorruptSamples(self._path, f"it ends before its entry {number}")
-        offset, nbytes, crc = ENTRY.unpack(data)
-        file = number % len(self.part.files)
-        if offset + nbytes > self.part.nbytes[file]:
-            raise CorruptSamples(self._path, f"its entry {number} is beyond the data: offset {offset}, {nbytes} bytes")
-        return self._first_file + file, offset, nbytes, crc
-
-
 class WrittenLayout(Layout):
-    """Samples that :class:`SampleWriter` wrote.
+    """Samples that :class:`SampleWriter` wrote. Entries of indexes are read when they are needed.
 
     Raises:
         CorruptSamples: If an index or a data file is missing bytes that are committed.
@@ -276,32 +252,49 @@ class WrittenLayout(Layout):
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
+        self._parts = manifest.parts
         self._records = RecordFormat(manifest.columns)
-        self._parts: list[_OpenPart] = []
-        self.files: list[Path] = []
-        for part in manifest.parts:
-            self._parts.append(_OpenPart(directory, part, len(self.files)))
-            self.files += self._parts[-1].files(directory)
-        self._ends = list(accumulate(part.samples for part in manifest.parts))
+        self.sample_bytes = self._records.nbytes
+        self._indexes = [path_in(directory, part.index) for part in self._parts]
+        self.files = [path_in(directory, name) for part in self._parts for name in part.files]
+        committed = [nbytes for part in self._parts for nbytes in part.nbytes]
+        for path, nbytes in zip(self.files, committed, strict=True):
+            _check_size(path, nbytes)
+        for path, part in zip(self._indexes, self._parts, strict=True):
+            _check_size(path, part.samples * ENTRY.size)
+        self._committed = torch.tensor(committed, dtype=torch.int64)
+        self._ends = torch.tensor(list(accumulate(part.samples for part in self._parts)), dtype=torch.int64)
+        self._first_files = list(accumulate((len(part.files) for part in self._parts), initial=0))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if self._parts else 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WrittenLayout, (self._directory, self._manifest)
-
-    def entries(self, numbers: Sequence[int]) -> list[Entry]:
-        """Return where samples are. Blocks for pages of the index."""
-        found = []
-        for number in numbers:
-            at = bisect_right(self._ends, number)
-            found.append(self._parts[at].entry(number - (self._ends[at - 1] if at else 0)))
-        return found
+    def places(self, numbers: torch.Tensor, records: Records) -> Places:
+        """Return where samples are. Blocks for pages of the indexes."""
+        parts = containing(numbers, self._ends)
+        entries, files = torch.empty((len(numbers), 2), dtype=torch.int64), torch.empty_like(numbers)
+        for part in distinct(parts):
+            members = (parts == part).nonzero().flatten()
+            inner = numbers[members] - (int(self._ends[part]) - self._parts[part].samples)
+            entries[members] = records(self._indexes[part], inner, 2)
+            files[members] = self._first_files[part] + inner % len(self._parts[part].files)
+        offsets, rest = entries.unbind(1)
+        nbytes = rest & _WORD
+        wrong = (offsets < 0) | (offsets > self._committed[files] - nbytes)
+        for at in wrong.nonzero().flatten().tolist():
+            where = f"offset {int(offsets[at])}, {int(nbytes[at])} bytes"
+            raise CorruptSamples(
+                self._indexes[int(parts[at])], f"the entry of sample {int(numbers[at])} is beyond the data: {where}"
+            )
+        return Places(files, offsets, nbytes, rest >> 32 & _WORD)
 
     def sample(self, data: memoryview) -> dict[str, Any]:
         """Return a sample by column. Tensors are views."""
         return self._records.unpack(data)
+
+    def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> dict[str, torch.Tensor]:
+        """Return tensors by column."""
+        return self._records.stacked(memory, starts, empty)
 
 
 def _check_size(path: Path, least: int) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +65,62 @@ def copy_many(destinations: array[int], sources: array[int], lengths: array[int]
         ValueError: If the arrays differ in length, or an address is 0.
     """
     load_async_io().memory.copy_many(destinations, sources, lengths)
+
+
+def crc32_mismatches(memory: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, expected: torch.Tensor) -> list[int]:
+    """Return the indices of ranges of memory whose CRC-32 is another one. Blocks, without the GIL, in this thread.
+
+    Args:
+        memory: Contiguous uint8 tensor of one dimension on the CPU.
+        starts: First byte of each range, int64. Not checked.
+        lengths: Bytes of each range, int64. Not checked.
+        expected: CRC-32 of each range, int64.
+    """
+    found: list[int] = load_async_io().memory.crc32_mismatches(
+        _words(starts + memory.data_ptr()), _words(lengths), _words(expected)
+    )
+    return found
+
+
+def stack_ranges(
+    memory: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...],
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return tensors that lie in memory as one tensor, whose first dimension counts them. Blocks for a copy, without the GIL.
+
+    Args:
+        memory: Contiguous uint8 tensor of one dimension on the CPU, whose address is a multiple of the size of any dtype.
+        starts: First byte of each tensor, int64. Not checked.
+        dtype: Dtype of all tensors.
+        shape: Shape of all tensors.
+        empty: Returns a new tensor of a shape and dtype. None if the result need not be contiguous.
+
+    Returns:
+        A view of the memory if the tensors follow one another, or if ``empty`` is None and the distance between all of them is
+        the same. Otherwise a copy. No two tensors of the result share bytes.
+    """
+    count, nbytes = len(starts), math.prod(shape) * dtype.itemsize
+    if count and nbytes:
+        begin = int(starts[0])
+        step = int(starts[1]) - begin if count > 1 and empty is None else nbytes
+        aligned = begin % dtype.itemsize == 0 and step % dtype.itemsize == 0
+        if aligned and step >= nbytes and torch.equal(starts, begin + step * torch.arange(count)):
+            values = memory[begin : begin + (count - 1) * step + nbytes].view(dtype)
+            return values.as_strided((count, *shape), (step // dtype.itemsize, *contiguous_strides(shape)))
+    stacked = (empty or _empty)((count, *shape), dtype)
+    targets = stacked.data_ptr() + nbytes * torch.arange(count)
+    lengths = torch.full_like(starts, nbytes)
+    load_async_io().memory.copy_many(_words(targets), _words(starts + memory.data_ptr()), _words(lengths))
+    return stacked
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _words(numbers: torch.Tensor) -> memoryview:
+    """Return an int64 tensor as a buffer of uint64."""
+    return memory_of(flat_bytes(numbers.contiguous())).cast("Q")
 
 
 _CHUNK = 64 << 20  # bytes copied from a device at a time for a checksum; in between, Ctrl-C is seen

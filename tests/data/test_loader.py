@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchLoader
 
 from deepnvme.data import DataLoader, EpochSampler, SampleDataset, SampleUnreadable, SampleWriter
+from deepnvme.data.sample_files import ENTRY
 
 from ..support.files import flip
 from ..support.interrupts import ctrl_c_every
@@ -223,6 +225,21 @@ def test_samples_are_collated_as_torch_does(write: Write) -> None:
         assert list(loader) == [6, 6, 6, 2]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda image: image, lambda image: image.view(30, 100).T, lambda image: torch.complex(*[image.double()] * 2).conj(),
+        lambda image: image.double().requires_grad_(),
+    ],
+)  # fmt: skip
+def test_large_tensors_of_a_transform_are_collated(dataset: SampleDataset, changed: Any) -> None:
+    with DataLoader(dataset, 50, transform=lambda sample: changed(sample["image"])) as loader:
+        found = list(loader)
+    images = [changed(torch.full((3000,), number, dtype=torch.uint8)) for number in range(COUNT)]
+    assert [len(batch) for batch in found] == [50, 50, 1]
+    assert torch.equal(torch.cat(found), torch.stack(images))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_batches_that_are_kept_stay_what_they_are(write: Write, threads: int) -> None:
     """Their memory is not read into again, however small the budget."""
@@ -259,6 +276,19 @@ def test_a_transform_that_raises_stop_iteration_ends_no_epoch(dataset: SampleDat
             next(batches)
 
 
+def test_a_sampler_that_raises_has_its_turn_after_the_batches_before(dataset: SampleDataset) -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(25)
+        raise ZeroDivisionError("25")
+
+    with DataLoader(dataset, 10, sampler=numbers(), prefetch=5) as loader:
+        batches = iter(loader)
+        assert [numbers_of(next(batches)) for _ in range(2)] == [list(range(10)), list(range(10, 20))]
+        with pytest.raises(ZeroDivisionError, match="25"):
+            next(batches)
+        assert list(batches) == []
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_loader_that_is_closed_or_of_another_process_says_so(dataset: SampleDataset) -> None:
     block = threading.Event()
@@ -286,10 +316,11 @@ def test_a_loader_that_is_closed_or_of_another_process_says_so(dataset: SampleDa
 def test_damaged_samples_are_left_out_and_counted(write: Write) -> None:
     path = write(30)
     (file,) = path.glob("*.samples")
+    (index,) = path.glob("*.index")
     strict = SampleDataset(path)
     wrong = []
     for number in (4, 20, 21, 22, 23):
-        ((_, offset, nbytes, _),) = strict._layout.entries([number])
+        offset, nbytes, _ = ENTRY.unpack_from(index.read_bytes(), number * ENTRY.size)
         flip(file, offset + nbytes - 1)
         wrong.append(number)
     with DataLoader(SampleDataset(path, errors="skip"), 4, collate_fn=list) as loader:

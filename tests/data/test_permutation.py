@@ -82,11 +82,12 @@ def test_ranks_have_the_samples_that_distributed_sampler_gives_them(samples: int
         assert numbers == theirs
 
 
-@given(samples=st.integers(1, 300), start=st.integers(0, 300), epoch=st.integers(0, 5))
-def test_an_order_begins_anywhere(samples: int, start: int, epoch: int) -> None:
+@given(samples=st.integers(1, 300), start=st.integers(0, 300), epoch=st.integers(0, 5), size=st.integers(1, 400))
+def test_an_order_begins_anywhere(samples: int, start: int, epoch: int, size: int) -> None:
     sampler = EpochSampler(range(samples), seed=9)
     sampler.set_epoch(epoch)
-    assert list(sampler.numbers(epoch, start)) == list(sampler)[start:]
+    batches, rest = [batch.tolist() for batch in sampler.batches(epoch, start, size)], list(sampler)[start:]
+    assert batches == [rest[begin : begin + size] for begin in range(0, len(rest), size)]
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
@@ -111,8 +112,8 @@ import resource, torch
 from deepnvme.data import EpochSampler
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 sampler = EpochSampler(range(10**9), seed=1)
-numbers = sampler.numbers(0, 10**9 - 70_000)
-assert len(set(numbers)) == 70_000
+numbers = torch.cat(list(sampler.batches(0, 10**9 - 70_000, 1000)))
+assert len(numbers.unique()) == 70_000
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

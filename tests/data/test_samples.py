@@ -361,8 +361,10 @@ class Failing:
 
 def test_samples_that_the_drive_cannot_read_are_named(write: Write) -> None:
     dataset = SampleDataset(write(50), errors="skip")
+    (index,) = dataset._layout.files[0].parent.glob("*.index")
+    entries = list(ENTRY.iter_unpack(index.read_bytes()))
     numbers, end = [], -9000
-    for number, (_, offset, nbytes, _) in enumerate(dataset._layout.entries(range(50))):
+    for number, (offset, nbytes, _) in enumerate(entries):
         if offset - end > 9000:  # too far from one another to be read together
             numbers.append(number)
             end = offset + nbytes
@@ -503,6 +505,22 @@ def test_an_index_that_is_cut_off_under_the_reader_is_an_error(write: Write) -> 
     assert raised.value.filename == str(index)
     with pytest.raises(CorruptSamples, match="its commit 48000"):
         SampleDataset(path)
+
+
+def test_entries_of_an_index_that_is_not_kept_in_memory(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write(40, "a"), write(300, "b"), write(20, "c")]
+    merge_samples(paths[0], paths[1:])
+    monkeypatch.setattr("deepnvme.data.reading._INDEX_BYTES", 60 * ENTRY.size)
+    dataset = SampleDataset(paths[0])
+    expected = [*range(40), *range(300), *range(20)]
+    for _ in range(2):
+        found = dataset.__getitems__(shuffled(360))
+        assert all(same(one, made(expected[number])) for one, number in zip(found, shuffled(360), strict=True))
+    (index,) = paths[1].glob("*.index")
+    os.truncate(index, 100 * ENTRY.size + 5)
+    assert same(dataset[139], made(99))
+    with pytest.raises(CorruptSamples, match="ends before its entry 100"):
+        dataset.__getitems__([3, 140])
 
 
 def test_paths_that_are_no_dataset(drive: Path) -> None:

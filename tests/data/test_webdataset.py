@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import resource
 import subprocess
 import tarfile
 import time
@@ -118,6 +120,25 @@ def test_a_batch_of_more_files_than_stay_open(drive: Path) -> None:
     for _ in range(2):
         assert [each["cls"] for each in dataset.__getitems__(range(300))] == [b"%d" % number for number in range(300)]
     assert len(open_files(drive, "*.tar")) <= 2 * 128
+
+
+def test_files_that_the_process_may_not_open_are_an_error_or_wait(drive: Path) -> None:
+    paths = [drive / f"{number:03}.tar" for number in range(120)]
+    for number, path in enumerate(paths):
+        write_tar(path, [{"cls": b"%d" % number}], tarfile.USTAR_FORMAT, ["a"])
+    dataset = SampleDataset(paths)
+    dataset[0]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
+    try:
+        with pytest.raises(OSError, match="the samples are in 120 files, which exceeds the limit of open files") as raised:
+            dataset.__getitems__(range(120))
+        assert raised.value.errno == errno.EMFILE
+        dataset.close()
+        with DataLoader(dataset, 15, collate_fn=list, prefetch=8) as loader:  # batches have 15 files, the queue 120
+            assert [sample["cls"] for batch in loader for sample in batch] == [b"%d" % number for number in range(120)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("at", [3, 1537 + 3])

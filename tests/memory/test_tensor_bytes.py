@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
+import struct
+import zlib
 from array import array
 from typing import Any
 
 import pytest
 import torch
 
-from deepnvme.memory.tensor_bytes import copy_many, memory_of
+from deepnvme.memory.tensor_bytes import copy_many, crc32_mismatches, memory_of, stack_ranges
 
 from ..support.memory import pattern
 from ..support.threads import others_run_during
@@ -128,3 +131,50 @@ def test_a_view_of_a_tensors_memory_keeps_the_tensor() -> None:
     others = [torch.full((MIB,), 99, dtype=torch.uint8) for _ in range(20)]  # would get the memory of tensors that are freed
     assert [bytes(view[:2]) for view in views] == [bytes([number, number]) for number in range(20)]
     assert others[0][0] == 99
+
+
+def test_ranges_with_another_checksum_are_found() -> None:
+    memory = torch.frombuffer(bytearray(pattern(100_000)), dtype=torch.uint8)
+    starts, lengths = [0, 7, 7, 50_001, 99_999, 100_000], [64, 0, 5000, 49_999, 1, 0]
+    expected = [zlib.crc32(memory[start : start + length].numpy()) for start, length in zip(starts, lengths, strict=True)]
+    ranges = [torch.tensor(numbers) for numbers in (starts, lengths, expected)]
+    assert crc32_mismatches(memory, *ranges) == []
+    memory[60_000] ^= 1
+    memory[99_999] ^= 128
+    assert crc32_mismatches(memory, *ranges) == [3, 4]
+    assert crc32_mismatches(memory, *[numbers[:0] for numbers in ranges]) == []
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_checksums_of_other_ranges_are_refused(counts: tuple[int, int, int]) -> None:
+    memory = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must be as many, got {}, {} and {}".format(*counts)):
+        crc32_mismatches(memory, *(torch.zeros(count, dtype=torch.int64) for count in counts))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+@pytest.mark.parametrize("starts", [[], [4], [0, 24, 48], [12, 60, 108], [3, 100, 7], [80, 80, 84], [48, 24, 0]])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tensors_in_memory_become_one(starts: list[int], shape: tuple[int, ...], contiguous: bool) -> None:
+    memory = torch.frombuffer(bytearray(pattern(200)), dtype=torch.uint8)
+    count = math.prod(shape)
+    whole = memory.clone().numpy().tobytes()
+    expected = [struct.unpack_from(f"{count}i", whole, start) for start in starts]
+    empty = (lambda shape, dtype: torch.empty(shape, dtype=dtype)) if contiguous else None
+    found = stack_ranges(memory, torch.tensor(starts, dtype=torch.int64), torch.int32, shape, empty)
+    assert found.shape == (len(starts), *shape)
+    assert [tuple(each.flatten().tolist()) for each in found] == expected
+    assert found.is_contiguous() or not contiguous
+    found.zero_()  # no two tensors share bytes
+    assert all(not each.any() for each in found)
+    if starts == [80, 80, 84] and count:
+        assert memory.numpy().tobytes() == whole
+
+
+def test_tensors_that_follow_one_another_are_not_copied() -> None:
+    memory = torch.zeros(96, dtype=torch.uint8)
+    found = stack_ranges(memory, torch.tensor([8, 20, 32]), torch.float32, (3,), lambda shape, dtype: torch.ones(shape))
+    assert found.data_ptr() == memory.data_ptr() + 8
+    apart = torch.tensor([8, 40, 72])
+    assert stack_ranges(memory, apart, torch.float32, (3,), None).stride() == (8, 1)
+    assert stack_ranges(memory, apart, torch.float32, (3,), lambda shape, dtype: torch.ones(shape)).stride() == (3, 1)

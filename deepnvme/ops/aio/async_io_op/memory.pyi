@@ -17,5 +17,8 @@ def crc32(data: Buffer, crc: int = 0, tables: bool = False) -> int:
 def crc32_combined(first: int, second: int, nbytes: int) -> int:
     """Return the CRC-32 of two consecutive ranges from that of each. ``nbytes``: bytes of the second range."""
 
+def crc32_mismatches(addresses: Buffer, lengths: Buffer, expected: Buffer) -> list[int]:
+    """See :func:`deepnvme.memory.tensor_bytes.crc32_mismatches`. Accepts any contiguous buffers of uint64."""
+
 def crc32_method() -> str:
     """Return how this processor computes CRC-32: "vpclmulqdq", "pclmulqdq", "crc32 instructions" or "tables"."""
