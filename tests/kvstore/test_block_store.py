@@ -222,6 +222,17 @@ def test_what_is_used_often_outlives_a_scan(store: BlockStore) -> None:
     assert all(store.contains_many(hot))
 
 
+def test_an_eviction_is_short_though_all_blocks_were_used_again(drive: Path) -> None:
+    with BlockStore(drive / "kv", 64 * (BLOCK + 512), BLOCK) as store:
+        keys = keys_of(range(store.stats().slots))
+        assert all(store.put_many(keys, [content(key) for key in keys]).result())
+        for key in keys:
+            store.touch([key])
+        assert store.put_many([b"new"], [content(b"new")]).result() == [True]
+        evicted = store.contains_many(keys).index(False)
+        assert evicted == 32  # after 32 that have one more turn, and not after all
+
+
 def test_of_a_prompt_the_last_blocks_are_evicted_first(drive: Path) -> None:
     """Also of one whose puts and uses the store has forgotten, since it was opened again."""
     with BlockStore(drive / "kv", "2MiB", BLOCK) as store:
