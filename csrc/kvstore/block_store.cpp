@@ -199,12 +199,20 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     const std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::vector<KeyHash> distinct;
     distinct.reserve(hashes.size());
+    std::vector<Slot> held;  // so that they are not evicted for the others
+    held.reserve(hashes.size());
     std::lock_guard lock(mutex_);
-    for (std::size_t i = hashes.size(); i-- > 0;) {  // first, so that they are not evicted for the others
+    const AtEnd let_go{[&] {
+        for (const Slot each : held) index_->release(each);
+    }};
+    for (std::size_t i = hashes.size(); i-- > 0;) {
         const Slot present = index_->find(hashes[i]);
         if (present == kNoSlot) absent.push_back(i), distinct.push_back(hashes[i]);
         else if (!index_->stored(present)) awaited.push_back(i);
-        else index_->touch(present), job.flags[i] = true;
+        else {
+            if (index_->hold(present)) held.push_back(present);
+            job.flags[i] = true;
+        }
     }
     std::ranges::sort(distinct);
     const auto repeated = std::ranges::unique(distinct);

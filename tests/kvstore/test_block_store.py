@@ -257,6 +257,16 @@ def test_a_put_does_not_evict_the_blocks_of_its_own_keys(store: BlockStore) -> N
     assert (store.stats().duplicates, store.stats().refused) == (3, 0)
 
 
+def test_a_put_does_not_evict_the_blocks_of_its_own_keys_though_all_were_used_again(drive: Path) -> None:
+    with BlockStore(drive / "kv", 64 * (BLOCK + 512), BLOCK) as store:
+        keys = keys_of(range(store.stats().slots))
+        assert all(store.put_many(keys, [content(key) for key in keys]).result())
+        store.touch(keys)
+        both = [*keys[:40], *keys_of(range(1000, 1008))]
+        assert store.put_many(both, [content(key) for key in both]).result() == [True] * 48
+        assert store.contains_many(both) == [True] * 48
+
+
 def test_a_key_that_is_given_several_times_makes_room_for_one_block_only(store: BlockStore) -> None:
     slots = store.stats().slots
     keys = keys_of(range(slots))
