@@ -108,11 +108,11 @@ void BlockIndex::unlink(Slot slot) noexcept {
 
 // Evict a block and return its slot, which stays used; kNoSlot if every block is held.
 Slot BlockIndex::evict() noexcept {
-    while (queues_[kOnce].size + queues_[kOften].size > 0) {
+    for (int turns = kMostTurns; queues_[kOnce].size + queues_[kOften].size > 0;) {
         const Queue queue = queues_[kOnce].size > target_ || queues_[kOften].size == 0 ? kOnce : kOften;
         const Slot slot = queues_[queue].first;
         unlink(slot);
-        if (queue == kOften && std::exchange(entries_[slot].used_again, false)) {
+        if (queue == kOften && std::exchange(entries_[slot].used_again, false) && turns-- > 0) {
             append(slot, kOften);
             continue;
         }

@@ -11,7 +11,8 @@
 //
 // The policy is that of ARC: blocks used once are in the first queue, blocks used more often in the second, each in the order of use.
 // How many slots the first may have follows what comes back after its eviction. In the second queue a block that was used again has one
-// more turn. benchmarks/block_eviction.py compares.
+// more turn. An eviction gives at most kMostTurns, so that it is short even if all blocks were used again. benchmarks/block_eviction.py
+// compares.
 //
 // A key takes 40 bytes for its slot, 6 in the hash table and 8 for an evicted key that is remembered: 54. Not thread-safe.
 #pragma once
@@ -117,6 +118,7 @@ private:
     };
     static constexpr std::uint32_t kNever = UINT32_MAX, kClock = UINT32_MAX >> 1;
     static constexpr std::size_t kBucket = 4;
+    static constexpr int kMostTurns = 32;
 
     struct Ends {
         Slot first = kNoSlot, last = kNoSlot;

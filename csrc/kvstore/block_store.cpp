@@ -164,7 +164,7 @@ void BlockStore::put(Job& job) {
         write(slots, std::vector<Record>(slots.size()));  // cleared
         std::vector<Part> parts = start(job, transfers);
         for (Transfer& each : transfers) each.crc = checksum(job, each.key);  // while the drive writes
-        for (Part& part : parts) finish(job, part);
+        for (Part& part : parts) finish(part);
         record(job, transfers, slots);
     }
     await(job, awaited);
@@ -199,12 +199,20 @@ std::vector<BlockStore::Transfer> BlockStore::claim(Job& job, std::vector<std::s
     const std::vector<KeyHash> hashes = hashes_of(job.keys);
     std::vector<KeyHash> distinct;
     distinct.reserve(hashes.size());
+    std::vector<Slot> held;  // so that they are not evicted for the others
+    held.reserve(hashes.size());
     std::lock_guard lock(mutex_);
-    for (std::size_t i = hashes.size(); i-- > 0;) {  // first, so that they are not evicted for the others
+    const AtEnd let_go{[&] {
+        for (const Slot each : held) index_->release(each);
+    }};
+    for (std::size_t i = hashes.size(); i-- > 0;) {
         const Slot present = index_->find(hashes[i]);
         if (present == kNoSlot) absent.push_back(i), distinct.push_back(hashes[i]);
         else if (!index_->stored(present)) awaited.push_back(i);
-        else index_->touch(present), job.flags[i] = true;
+        else {
+            if (index_->hold(present)) held.push_back(present);
+            job.flags[i] = true;
+        }
     }
     std::ranges::sort(distinct);
     const auto repeated = std::ranges::unique(distinct);
@@ -252,7 +260,7 @@ void BlockStore::get(Job& job) {
     sort_by_place(transfers);
     std::vector<Part> parts = start(job, transfers);
     for (Part& part : parts) {
-        finish(job, part);
+        finish(part);
         for (Transfer& each : part.transfers)
             if (each.outcome == Outcome::moved) each.outcome = checked(job, each);
     }
@@ -304,7 +312,7 @@ std::vector<BlockStore::Part> BlockStore::start(Job& job, std::span<Transfer> tr
     std::uint64_t bytes = 0;
     for (const Transfer& each : transfers) bytes += job.memory[each.key].size();
     const bool read = job.kind == Job::Kind::get;
-    const std::uint64_t most = read ? std::clamp(bytes / kParts, kLeastPart, kMostPart) : UINT64_MAX;
+    std::uint64_t most = read ? std::clamp(bytes / kParts, kLeastPart, kMostPart) : UINT64_MAX;
     std::vector<Part> parts;
     parts.reserve(transfers.size());
     for (std::size_t begin = 0, end; begin < transfers.size(); begin = end) {
@@ -316,12 +324,18 @@ std::vector<BlockStore::Part> BlockStore::start(Job& job, std::span<Transfer> tr
             pieces.push_back({memory.data(), offset_of(transfers[end].slot), memory.size()});
             size += memory.size();
         }
-        Part& part = parts.emplace_back(transfers.subspan(begin, end - begin));
+        Part& part = parts.emplace_back(job, transfers.subspan(begin, end - begin));
         SharedFile file(files_[number]);
         try {
             part.request = engine_->transfer(read ? Request::Kind::read : Request::Kind::write, std::make_unique<Pieces>(std::move(pieces)),
                                              file, /*last=*/true);
         } catch (const std::exception& error) {
+            if (part.transfers.size() > 1 && outcome_of(error) == Outcome::mismatched) {  // the file was cut off somewhere
+                most = 1;  // from here on one by one, so that only what is missing is a miss
+                parts.pop_back();
+                end = begin;
+                continue;
+            }
             for (Transfer& each : part.transfers) each.outcome = outcome_of(error);
             note(error.what());
         }
@@ -330,10 +344,9 @@ std::vector<BlockStore::Part> BlockStore::start(Job& job, std::span<Transfer> tr
 }
 
 // Wait for a part. An error concerns some of its transfers.
-void BlockStore::finish(Job& job, Part& part) {
+void BlockStore::finish(Part& part) {
     if (!part.request) return;
     part.request->wait();
-    if (part.request->memory_lost()) job.memory_lost.store(true);
     const auto error = part.request->error();
     const Pieces& pieces = *part.request->pieces();
     for (std::size_t i = 0; i < part.transfers.size(); ++i)

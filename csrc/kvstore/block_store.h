@@ -88,12 +88,15 @@ private:
     };
     // Some transfers of a job, of one file, that the engine has as one request. It outlives the request, whatever is thrown meanwhile.
     struct Part {
-        explicit Part(std::span<Transfer> transfers) : transfers(transfers) {}
+        Part(Job& job, std::span<Transfer> transfers) : job(job), transfers(transfers) {}
         Part(Part&&) noexcept = default;
         ~Part() {
-            if (request) request->wait();
+            if (!request) return;
+            request->wait();
+            if (request->memory_lost()) job.memory_lost.store(true);
         }
 
+        Job& job;
         std::span<Transfer> transfers;
         std::shared_ptr<Request> request;  // null if it could not be started
     };
@@ -113,7 +116,7 @@ private:
     void await(Job& job, const std::vector<std::size_t>& awaited);
     void sort_by_place(std::vector<Transfer>& transfers) const;
     std::vector<Part> start(Job& job, std::span<Transfer> transfers);
-    void finish(Job& job, Part& part);
+    void finish(Part& part);
     Outcome checked(const Job& job, const Transfer& transfer);
     std::uint32_t checksum(const Job& job, std::size_t key) const noexcept;
     void record(const Job& job, std::span<Transfer> transfers, std::span<const Slot> slots);

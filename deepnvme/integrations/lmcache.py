@@ -236,23 +236,27 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
 
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks that are stored and not locked. Loads under way still return them."""
-        if self._store is None or self._closed:
-            return
-        removed = [key for key, flag in zip(keys, self._store.delete([_key(each) for each in keys]), strict=True) if flag]
+        with self._lock:
+            if self._store is None or self._closed:
+                return
+            flags = self._store.delete([_key(each) for each in keys])
+        removed = [key for key, flag in zip(keys, flags, strict=True) if flag]
         if removed:
             self._notify_keys_deleted(removed, [0] * len(removed))  # the store counts bytes, not the base class
 
     def get_usage(self) -> Any:
         """Return the bytes of slots with a chunk, and of all slots. Bytes by cache salt are not known."""
-        if self._store is None or self._closed:
-            return AdapterUsage(0, 0)
-        stats, slot = self._store.stats(), self._store.block_bytes
+        with self._lock:
+            if self._store is None or self._closed:
+                return AdapterUsage(0, 0)
+            stats, slot = self._store.stats(), self._store.block_bytes
         return AdapterUsage(stats.used * slot, stats.slots * slot)
 
     def report_status(self) -> dict[str, Any]:
         """Return the counters of the store, and whether the adapter can be used."""
-        figures = {} if self._store is None or self._closed else self._store.stats().as_dict()
-        healthy = not self._closed and not self._error
+        with self._lock:
+            figures = {} if self._store is None or self._closed else self._store.stats().as_dict()
+            healthy = not self._closed and not self._error
         return {
             "is_healthy": healthy,
             "type": type(self).__name__,

@@ -159,8 +159,12 @@ class NVMeTier(SecondaryTierManager):  # type: ignore[misc]  # whatever vLLM is
         success = future is not None and len(done) == len(keys)
         if self._events is not None and not job.is_promotion and done:
             self._note(done, removed=False)
-        elif self._events is not None and job.is_promotion and not success:
-            self._note([key for key, flag in zip(keys, flags, strict=True) if not flag], removed=True)
+        elif job.is_promotion and not success:
+            failed = [key for key, flag in zip(keys, flags, strict=True) if not flag]
+            if future is not None:
+                self._store.delete(failed)  # also where memory was short: a hit that cannot be loaded would be asked for for ever
+            if self._events is not None:
+                self._note(failed, removed=True)
         return JobResult(
             job_id=job.job_id,
             success=success,

@@ -36,6 +36,7 @@ class BlockMemory:
     def __init__(self, blocks: Blocks, index: Iterable[int] | None, writable: bool) -> None:
         self.addresses, self.lengths = array("Q"), array("Q")
         self._owners: list[Any] = []
+        self._rows_of_buffer = load_async_io().kvstore.rows_of  # once: it takes as long as the rest of a block
         if index is None and not _is_one(blocks):
             for block in cast("Sequence[torch.Tensor | Buffer]", blocks):
                 address, rows, _, row_bytes = self._rows_of(block, writable, rows=False)
@@ -65,7 +66,7 @@ class BlockMemory:
         if not isinstance(block, torch.Tensor):
             view = memoryview(block)  # while there is a view, the memory is not moved
             self._owners.append(view)
-            found: tuple[int, int, int, int] = load_async_io().kvstore.rows_of(view, writable)
+            found: tuple[int, int, int, int] = self._rows_of_buffer(view, writable)
         else:
             if block.device.type != "cpu" or block.layout is not torch.strided:
                 raise ValueError(

@@ -260,6 +260,32 @@ def test_close_ends_the_tasks_under_way_and_frees_the_directory(lmcache: SimpleN
     assert look_up(make(), keys) == [True] * 32
 
 
+def test_close_beside_other_calls_raises_nothing(lmcache: SimpleNamespace, make: Make) -> None:
+    keys = [key_of(lmcache, number) for number in range(4)]
+    errors: list[Exception] = []
+
+    def call(adapter: Any, stopped: threading.Event) -> None:
+        try:
+            while not stopped.is_set():
+                adapter.get_usage()
+                adapter.report_status()
+                adapter.delete(keys)
+        except Exception as error:
+            errors.append(error)
+
+    for _ in range(5):
+        adapter, stopped = make(block_bytes=CHUNK), threading.Event()
+        threads = [threading.Thread(target=call, args=(adapter, stopped)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        adapter.close()
+        stopped.set()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert adapter.get_usage().total_bytes_used == 0
+
+
 def test_a_chunk_larger_than_the_slots_fails_its_task(
     lmcache: SimpleNamespace, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

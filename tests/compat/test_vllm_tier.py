@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.kvstore.block_files import FILE_NAME
 
+from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.kv_blocks import content
 from ..support.patience import until
 from . import serving
@@ -144,6 +146,21 @@ def test_a_damaged_block_is_missed_and_the_others_of_its_job_are_kept(
     assert [right(memory, row, key) for row, key in zip([4, 5, 6, 7], keys, strict=True)] == [True, True, False, True]
     assert found(vllm, tier, keys) == [True, True, False, True]  # so that vLLM does not try it again
     assert tier.stats().corrupt == 1
+
+
+def test_a_block_for_which_memory_was_short_is_not_asked_for_again(
+    vllm: SimpleNamespace, make: Make, memory: torch.Tensor, direct_disk: FaultyFilesystem
+) -> None:
+    tier, keys = make(path=str(direct_disk / "kv")), keys_of(vllm, range(2))
+    store(vllm, tier, memory, keys)
+    direct_disk.fail("read", errno.ENOMEM)
+    tier.submit_load(job(vllm, 1, keys, [4, 5], load=True))
+    result = results_of(tier)[1]
+    direct_disk.heal()
+    assert (result.success, result.successful_keys) == (False, None)
+    assert found(vllm, tier, keys) == [False, False]
+    store(vllm, tier, memory, keys)
+    tier.shutdown()
 
 
 def test_a_missing_block_fails_its_job_only(vllm: SimpleNamespace, make: Make, memory: torch.Tensor) -> None:

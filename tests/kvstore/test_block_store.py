@@ -222,6 +222,17 @@ def test_what_is_used_often_outlives_a_scan(store: BlockStore) -> None:
     assert all(store.contains_many(hot))
 
 
+def test_an_eviction_is_short_though_all_blocks_were_used_again(drive: Path) -> None:
+    with BlockStore(drive / "kv", 64 * (BLOCK + 512), BLOCK) as store:
+        keys = keys_of(range(store.stats().slots))
+        assert all(store.put_many(keys, [content(key) for key in keys]).result())
+        for key in keys:
+            store.touch([key])
+        assert store.put_many([b"new"], [content(b"new")]).result() == [True]
+        evicted = store.contains_many(keys).index(False)
+        assert evicted == 32  # after 32 that have one more turn, and not after all
+
+
 def test_of_a_prompt_the_last_blocks_are_evicted_first(drive: Path) -> None:
     """Also of one whose puts and uses the store has forgotten, since it was opened again."""
     with BlockStore(drive / "kv", "2MiB", BLOCK) as store:
@@ -244,6 +255,16 @@ def test_a_put_does_not_evict_the_blocks_of_its_own_keys(store: BlockStore) -> N
     assert store.put_many(both, [content(key) for key in both]).result() == [True] * 6
     assert store.contains_many(both) == [True] * 6
     assert (store.stats().duplicates, store.stats().refused) == (3, 0)
+
+
+def test_a_put_does_not_evict_the_blocks_of_its_own_keys_though_all_were_used_again(drive: Path) -> None:
+    with BlockStore(drive / "kv", 64 * (BLOCK + 512), BLOCK) as store:
+        keys = keys_of(range(store.stats().slots))
+        assert all(store.put_many(keys, [content(key) for key in keys]).result())
+        store.touch(keys)
+        both = [*keys[:40], *keys_of(range(1000, 1008))]
+        assert store.put_many(both, [content(key) for key in both]).result() == [True] * 48
+        assert store.contains_many(both) == [True] * 48
 
 
 def test_a_key_that_is_given_several_times_makes_room_for_one_block_only(store: BlockStore) -> None:

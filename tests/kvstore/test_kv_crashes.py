@@ -11,6 +11,7 @@ import mmap
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from deepnvme.kvstore import BlockStore
 from deepnvme.kvstore.block_files import FILE_NAME, RECORD_BYTES
 
+from ..support.disks import Disk
 from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.files import flip
 from ..support.interpreters import Interpreters
@@ -163,7 +165,12 @@ def test_a_file_that_is_cut_off_while_it_is_used_loses_blocks_only(drive: Path) 
     with opened(drive / "kv") as store:
         put(store, keys)
         os.truncate(drive / "kv" / FILE_NAME, 200_000)
-        assert check(store, keys) < 40
+        with BlockStore(drive / "kv", read_only=True) as reader:
+            left = (200_000 - reader._layout.blocks_begin) // reader._layout.slot_bytes
+            assert check(reader, keys) == left
+            assert reader.stats().corrupt == 40 - left
+        assert check(store, keys) <= left  # a transfer of several neighbours fails as one
+        assert store.stats().set_aside == 0
         assert all(put(store, keys))
         assert check(store, keys) == 40
 
@@ -235,6 +242,39 @@ def test_blocks_that_cannot_be_written_are_not_stored(direct_disk: FaultyFilesys
         assert check(store, keys) == 8
         assert store.stats().set_aside == stats.set_aside
     with opened(direct_disk / "kv") as store:
+        assert store.stats().set_aside == 0
+        assert check(store, keys) == 8
+
+
+def test_a_full_drive_makes_misses_and_the_store_goes_on(small_disk: Disk) -> None:
+    """A file whose space is not reserved any more, as a copy with holes, on a drive without room."""
+    keys = keys_of(range(40))
+    with opened(small_disk / "kv") as store:
+        layout = store._layout
+        begin, nbytes = layout.blocks_begin + 10 * layout.slot_bytes, 20 * layout.slot_bytes
+        punch = ["fallocate", "--punch-hole", "--offset", str(begin), "--length", str(nbytes), str(small_disk / "kv" / FILE_NAME)]
+        subprocess.run(punch, check=True)
+        with (small_disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        flags = put(store, keys)
+        assert flags == [True] * 10 + [False] * 20 + [True] * 10
+        stats = store.stats()
+        assert (stats.set_aside, stats.write_errors, stats.stored) == (20, 20, 20)
+        assert os.strerror(errno.ENOSPC) in stats.last_error
+        assert check(store, keys) == 20
+        assert put(store, keys) == [True] * 40  # in other slots
+        assert check(store, keys) == 40
+        assert store.stats().set_aside == 20
+
+
+def test_blocks_for_which_memory_was_short_are_misses_and_stay(direct_disk: FaultyFilesystem) -> None:
+    keys = keys_of(range(8))
+    with opened(direct_disk / "kv") as store:
+        put(store, keys)
+        direct_disk.fail("read", errno.ENOMEM, times=1)
+        assert check(store, keys) < 8
+        assert direct_disk.heal() == ["read:ENOMEM"]
         assert store.stats().set_aside == 0
         assert check(store, keys) == 8
 
