@@ -150,10 +150,15 @@ class SampleReader:
     def _file(self, path: Path, whole_sectors: bool) -> File:
         with self._lock:
             file = self._files.pop(path, None)
-            if file is None:
-                while len(self._files) >= _OPEN_FILES:
+            while file is None:
+                try:
+                    file = self._engine.open(path, "r", whole_sectors=whole_sectors)
+                except OSError as error:
+                    if error.errno != errno.EMFILE or not self._files:
+                        raise
                     self._files.pop(next(iter(self._files)))  # closed with its last reference
-                file = self._engine.open(path, "r", whole_sectors=whole_sectors)
+            while len(self._files) >= _OPEN_FILES:
+                self._files.pop(next(iter(self._files)))
             self._files[path] = file  # the one used last is at the end
             return file
 

@@ -131,12 +131,11 @@ def test_files_that_the_process_may_not_open_are_an_error_or_wait(drive: Path) -
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
     try:
+        with DataLoader(dataset, 15, collate_fn=list, prefetch=8) as loader:  # batches have 15 files, the queue 120
+            assert [sample["cls"] for batch in loader for sample in batch] == [b"%d" % number for number in range(120)]
         with pytest.raises(OSError, match="the samples are in 120 files, which exceeds the limit of open files") as raised:
             dataset.__getitems__(range(120))
         assert raised.value.errno == errno.EMFILE
-        dataset.close()
-        with DataLoader(dataset, 15, collate_fn=list, prefetch=8) as loader:  # batches have 15 files, the queue 120
-            assert [sample["cls"] for batch in loader for sample in batch] == [b"%d" % number for number in range(120)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
