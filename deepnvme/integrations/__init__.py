@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from . import sglang as sglang
     from . import tensornvme as tensornvme
+    from . import torchrl as torchrl
     from . import transformers as transformers
     from . import transformers_training as transformers_training
     from . import vllm as vllm
@@ -36,6 +37,7 @@ if not TYPE_CHECKING:
             "metrics",
             "sglang",
             "tensornvme",
+            "torchrl",
             "transformers",
             "transformers_training",
             "vllm",
