@@ -30,8 +30,8 @@ SUBMODULES = {
         "report", "safetensors", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
-        "accelerate", "deepspeed", "lightning", "lmcache", "metrics", "sglang", "tensornvme", "transformers",
-        "transformers_training", "vllm",
+        "accelerate", "deepspeed", "lightning", "lmcache", "metrics", "sglang", "tensornvme", "torchrl",
+        "transformers", "transformers_training", "vllm",
     },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},
