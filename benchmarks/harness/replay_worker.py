@@ -16,8 +16,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
-    from tensordict import TensorDict  # type: ignore[import-not-found]
-    from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer  # type: ignore[import-not-found]
+    from tensordict import TensorDict
+    from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 
 from deepnvme.integrations.torchrl import NVMeStorage
 from harness.serving import serve

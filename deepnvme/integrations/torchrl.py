@@ -56,17 +56,17 @@ TESTED = ("0.14.1",)
 """Versions of torchrl that the tests ran with."""
 
 try:
-    import torchrl  # type: ignore[import-not-found]
-    from tensordict import NonTensorStack, TensorDict, TensorDictBase  # type: ignore[import-not-found]
+    import torchrl
+    from tensordict import NonTensorStack, TensorDict, TensorDictBase
 except ImportError as error:
     what = f"needs torchrl {TESTED[-1]} (pip install torchrl=={TESTED[-1]})"
     raise ImportError(f"deepnvme.integrations.torchrl {what}: {error}") from error
 require_version("torchrl", torchrl.__version__, TESTED)
 
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase  # type: ignore[import-not-found]  # noqa: E402
-from torchrl.data.replay_buffers.storages import TensorStorage  # type: ignore[import-not-found]  # noqa: E402
-from torchrl.data.replay_buffers.storages.tensor import _flip_list  # type: ignore[import-not-found]  # noqa: E402
-from torchrl.data.replay_buffers.utils import _is_int  # type: ignore[import-not-found]  # noqa: E402
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase  # noqa: E402
+from torchrl.data.replay_buffers.storages import TensorStorage  # noqa: E402
+from torchrl.data.replay_buffers.storages.tensor import _flip_list  # noqa: E402
+from torchrl.data.replay_buffers.utils import _is_int  # noqa: E402
 
 __all__ = ["NVMeStorage"]
 

@@ -21,8 +21,8 @@ pytest.importorskip("torchrl", reason="needs torchrl: pip install torchrl==0.14.
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
-    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass  # type: ignore[import-not-found]
-    from torchrl.data import (  # type: ignore[import-not-found]
+    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+    from torchrl.data import (
         LazyTensorStorage,
         PrioritizedSampler,
         ReplayBuffer,

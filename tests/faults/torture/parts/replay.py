@@ -46,7 +46,7 @@ class Replaying(Saving):
         self._write(value * 17 % EACH)
 
     def _write(self, count: int) -> None:
-        from tensordict import TensorDict  # type: ignore[import-not-found]
+        from tensordict import TensorDict
 
         numbers = torch.arange(self._written, self._written + count)
         if count:
