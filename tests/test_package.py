@@ -30,8 +30,8 @@ SUBMODULES = {
         "report", "safetensors", "streaming", "swap", "tables", "tune",
     },
     "deepnvme.integrations": {
-        "accelerate", "deepspeed", "lightning", "lmcache", "metrics", "sglang", "tensornvme", "torchrec", "transformers",
-        "transformers_checkpoints", "transformers_training", "vllm",
+        "accelerate", "deepspeed", "lightning", "lmcache", "metrics", "sglang", "tensornvme", "torchrec", "torchrl",
+        "transformers", "transformers_checkpoints", "transformers_training", "vllm",
     },
     "deepnvme.ops": {"aio", "gds", "op_builder"},
     "deepnvme.swap": {"zero"},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import sglang as sglang
     from . import tensornvme as tensornvme
     from . import torchrec as torchrec
+    from . import torchrl as torchrl
     from . import transformers as transformers
     from . import transformers_checkpoints as transformers_checkpoints
     from . import transformers_training as transformers_training
@@ -39,6 +40,7 @@ if not TYPE_CHECKING:
             "sglang",
             "tensornvme",
             "torchrec",
+            "torchrl",
             "transformers",
             "transformers_checkpoints",
             "transformers_training",

@@ -60,16 +60,17 @@ def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap
 
 
 def read_ahead(
-    ranges: Iterable[Each], start: Callable[[Each, torch.Tensor], Future], pool: BufferPool
+    ranges: Iterable[Each], start: Callable[[Each, torch.Tensor], Future], pool: BufferPool, nbytes: int = CHUNK
 ) -> Iterator[tuple[Each, torch.Tensor]]:
     """Read ranges of files through leased chunks, some ranges ahead of the one that the caller is using.
 
-    At most 16 MiB are leased at a time.
+    At most four chunks are leased at a time.
 
     Args:
         ranges: Ranges to read, in any form that ``start`` takes.
-        start: Starts reading a range into the beginning of a chunk of CHUNK bytes.
+        start: Starts reading a range into the beginning of a chunk.
         pool: Pool of the chunks.
+        nbytes: Bytes of a chunk.
 
     Yields:
         Each range, in order, with its chunk. The chunk's memory is used again when the next range is requested.
@@ -78,7 +79,7 @@ def read_ahead(
         OutOfBuffers: If the pool's budget does not allow a chunk.
         Exception: The first error of ``start`` or of a transfer, after all started transfers have ended.
     """
-    ring = ChunkRing(pool, CHUNK, wait=True)
+    ring = ChunkRing(pool, nbytes, wait=True)
     ahead: deque[tuple[Each, Chunk]] = deque()
 
     def first() -> tuple[Each, torch.Tensor]:

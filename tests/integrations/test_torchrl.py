@@ -1,0 +1,586 @@
+"""torchrl's buffers on NVMeStorage: what is committed stays whole, samplers and views work, what has no fixed size is refused."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import random
+import shutil
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import reload
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl", reason="needs torchrl: pip install torchrl==0.14.1")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of packages that it imports
+    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+    from torchrl.data import (
+        LazyTensorStorage,
+        PrioritizedSampler,
+        ReplayBuffer,
+        SliceSampler,
+        TensorDictReplayBuffer,
+    )
+
+from deepnvme.files.directory_lock import StoreLocked
+from deepnvme.integrations import torchrl as integration
+from deepnvme.integrations.torchrl import RECORDS, STATE, NVMeStorage
+from deepnvme.memory.pool import OutOfBuffers
+
+from ..support.disks import Disk
+from ..support.faulty_filesystem import FaultyFilesystem
+from ..support.files import flip
+
+SIZE = 300
+Open = Callable[..., NVMeStorage]
+
+
+@pytest.fixture
+def opened(drive: Path) -> Iterator[Open]:
+    """Opens storages, which are closed at the end."""
+    made: list[NVMeStorage] = []
+
+    def open_one(size: int = SIZE, name: str = "replay", **options: Any) -> NVMeStorage:
+        made.append(NVMeStorage(size, drive / name, **options))
+        return made[-1]
+
+    yield open_one
+    for storage in made:
+        storage.close()
+
+
+def transitions(first: int, count: int, pixels: int = 5000) -> Any:
+    """Transitions that are numbered, 20 KB each: the default storage has some 200 spare places."""
+    numbers = torch.arange(first, first + count)
+    return TensorDict(
+        {
+            "pixels": numbers[:, None].expand(count, pixels).float(),
+            "next": TensorDict({"reward": numbers.double()}, [count]),
+            "done": numbers % 10 == 9,
+            "episode": numbers // 10,
+        },
+        [count],
+    )
+
+
+def check(data: Any, numbers: torch.Tensor) -> None:
+    """That the transitions have these numbers, in all their parts."""
+    assert torch.equal(data["next", "reward"], numbers.double())
+    assert torch.equal(data["pixels"], numbers[:, None].expand_as(data["pixels"]).float())
+    assert torch.equal(data["episode"], numbers // 10)
+    assert torch.equal(data["done"], numbers % 10 == 9)
+
+
+def ring(written: int, size: int = SIZE) -> torch.Tensor:
+    """The numbers in a ring after so many transitions."""
+    numbers = torch.arange(max(written - size, 0), written)
+    return numbers[(numbers % size).argsort()]
+
+
+def fill(storage: NVMeStorage, begin: int, end: int, step: int = 37) -> None:
+    for first in range(begin, end, step):
+        count = min(step, end - first)
+        storage.set(torch.arange(first, first + count) % SIZE, transitions(first, count))
+
+
+def every(storage: NVMeStorage) -> Any:
+    return storage.get(torch.arange(len(storage)))
+
+
+# What survives.
+
+
+def test_what_is_overwritten_after_a_commit_leaves_the_commit_whole(opened: Open, drive: Path) -> None:
+    storage = opened()
+    fill(storage, 0, 450)
+    storage.commit()
+    for begin, written in ((450, 451), (451, 500), (500, 620)):  # fewer than the spare places
+        fill(storage, begin, written)
+        shutil.copytree(drive / "replay", drive / f"crashed {written}")
+        crashed = opened(name=f"crashed {written}")
+        check(every(crashed), ring(450))
+        assert crashed.next_cursor == 150
+    check(every(storage), ring(620))
+
+
+def test_a_write_that_needs_more_than_the_spare_places_commits_first(opened: Open, drive: Path) -> None:
+    storage = opened()
+    numbers = random.Random(1)
+    written = 0
+    while written < 3000:
+        count = numbers.choice([1, 40, 150])
+        storage.set(torch.arange(written, written + count) % SIZE, transitions(written, count))
+        written += count
+        spare = storage._spare
+        shutil.rmtree(drive / "crashed", ignore_errors=True)
+        shutil.copytree(drive / "replay", drive / "crashed")
+        with NVMeStorage(SIZE, drive / "crashed") as crashed:
+            if not crashed.initialized:
+                assert written <= spare
+                continue
+            found = every(crashed)["next", "reward"].long()
+        assert bool((found % SIZE == torch.arange(len(found))).all())
+        assert int(found.max()) >= written - 1 - spare
+    check(every(storage), ring(written))
+
+
+def test_a_storage_goes_on_where_it_was_closed(opened: Open) -> None:
+    buffer = TensorDictReplayBuffer(storage=opened(), batch_size=64)
+    for first in range(0, 470, 47):
+        buffer.extend(transitions(first, 47))
+    buffer._storage.close()
+    storage = opened()
+    again = TensorDictReplayBuffer(storage=storage, batch_size=64)
+    again.writer.load_state_dict({"_cursor": storage.next_cursor})
+    assert len(again) == SIZE
+    again.extend(transitions(470, 100))
+    check(every(storage), ring(570))
+    found = again.sample()
+    check(found, found["next", "reward"].long())
+
+
+def test_commits_are_made_as_often_as_asked_for(opened: Open, drive: Path) -> None:
+    storage = opened(commit_every=2)
+    assert not (drive / "replay" / STATE).exists()
+    fill(storage, 0, 37)
+    assert not (drive / "replay" / STATE).exists()
+    fill(storage, 37, 80)
+    shutil.copytree(drive / "replay", drive / "crashed")
+    check(every(opened(name="crashed")), ring(74))
+
+
+def test_a_storage_that_was_never_committed_is_made_anew(opened: Open, drive: Path) -> None:
+    (drive / "replay").mkdir()
+    (drive / "replay" / RECORDS).write_bytes(b"of a run that was killed")
+    storage = opened()
+    assert len(storage) == 0
+    fill(storage, 0, 50)
+    check(every(storage), ring(50))
+
+
+# What drives and files do.
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync", "rename"])
+def test_a_drive_that_fails_leaves_the_last_commit(direct_disk: FaultyFilesystem, operation: str) -> None:
+    storage = NVMeStorage(SIZE, direct_disk / "replay")
+    fill(storage, 0, 300)
+    storage.commit()
+    direct_disk.fail(operation)
+    with pytest.raises(OSError, match="replay") as caught:  # noqa: PT012  the write fails in the first line, the rest in the second
+        fill(storage, 300, 337)
+        storage.commit()
+    assert caught.value.errno == errno.EIO
+    check(every(storage), ring(300 if operation == "write" else 337))
+    if operation == "fsync":
+        with pytest.raises(ValueError, match="open the storage again"):
+            fill(storage, 337, 338)
+        storage.close()
+    else:
+        fill(storage, 300, 400)
+        storage.close()
+    with NVMeStorage(SIZE, direct_disk / "replay") as again:
+        check(every(again), ring(300 if operation == "fsync" else 400))
+
+
+def test_writes_that_fail_again_and_again_use_up_the_spare_places(direct_disk: FaultyFilesystem) -> None:
+    storage = NVMeStorage(SIZE, direct_disk / "replay")
+    fill(storage, 0, 300)
+    direct_disk.fail("write", times=1000, name=RECORDS)
+    with pytest.raises(OSError, match="used up the spare places"):  # noqa: PT012  how many fail depends on the sizes of chunks
+        for _ in range(100):
+            try:
+                fill(storage, 300, 337)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+    direct_disk.heal()
+    storage.close()
+    with NVMeStorage(SIZE, direct_disk / "replay") as again:
+        fill(again, 300, 400)
+        check(every(again), ring(400))
+
+
+def test_a_read_that_fails_names_the_file(direct_disk: FaultyFilesystem) -> None:
+    with NVMeStorage(SIZE, direct_disk / "replay") as storage:
+        fill(storage, 0, 50)
+        direct_disk.fail("read")
+        with pytest.raises(OSError, match=RECORDS) as caught:
+            storage.get(torch.tensor([3]))
+        assert caught.value.errno == errno.EIO
+        check(every(storage), ring(50))
+
+
+def test_too_little_space_is_told_before_anything_is_written(small_disk: Disk) -> None:
+    with NVMeStorage(10_000, small_disk.path / "replay") as storage:
+        with pytest.raises(OSError, match="smaller max_size") as caught:
+            storage.set(range(10), transitions(0, 10))
+        assert caught.value.errno == errno.ENOSPC
+        assert not storage.initialized
+
+
+@pytest.mark.filterwarnings("ignore:transfers of '.*' go through the page cache")
+def test_file_systems_without_direct_io_have_storages_too(tmpfs: Disk) -> None:
+    with NVMeStorage(SIZE, tmpfs.path / "replay") as storage:
+        fill(storage, 0, 450)
+        check(every(storage), ring(450))
+
+
+@pytest.mark.parametrize("place", [3, 40, 400, -1])
+def test_a_damaged_state_is_refused(opened: Open, drive: Path, place: int) -> None:
+    storage = opened()
+    fill(storage, 0, 50)
+    storage.close()
+    file = drive / "replay" / STATE
+    flip(file, place % file.stat().st_size)
+    with pytest.raises(OSError, match="damaged") as caught:
+        opened()
+    assert (caught.value.errno, caught.value.filename) == (errno.EBADMSG, str(file))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"{}\n{}\n", b'{"format": "deepnvme replay"}'])
+def test_a_file_that_is_no_state_is_refused(opened: Open, drive: Path, content: bytes) -> None:
+    (drive / "replay").mkdir()
+    (drive / "replay" / STATE).write_bytes(content)
+    with pytest.raises(OSError, match="damaged") as caught:
+        opened()
+    assert caught.value.errno == errno.EBADMSG
+
+
+def test_records_that_were_cut_off_are_refused(opened: Open, drive: Path) -> None:
+    storage = opened()
+    fill(storage, 0, 50)
+    storage.close()
+    with (drive / "replay" / RECORDS).open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(OSError, match="cut off"):
+        opened()
+
+
+# Samplers, and several dimensions.
+
+
+def test_samples_are_what_was_written(opened: Open) -> None:
+    buffer = TensorDictReplayBuffer(storage=opened(), batch_size=256, prefetch=2)
+    for first in range(0, 900, 45):
+        buffer.extend(transitions(first, 45))
+    for _ in range(10):
+        found = buffer.sample()
+        numbers = found["next", "reward"].long()
+        check(found, numbers)
+        assert int(numbers.min()) >= 600
+        assert found["pixels"].is_contiguous()
+
+
+def test_slices_are_of_one_episode_and_their_key_is_read_once(opened: Open) -> None:
+    storage = opened()
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=40, sampler=SliceSampler(slice_len=5, traj_key="episode"))
+    for first in range(0, 450, 45):
+        buffer.extend(transitions(first, 45))
+        episodes = buffer.sample()["episode"].view(8, 5)
+        assert bool((episodes == episodes[:, :1]).all())
+    before = storage._engine.stats().bytes_read
+    storage[:]["episode"].clone()
+    assert storage._engine.stats().bytes_read == before
+    assert torch.equal(storage[:]["episode"] + 0, ring(450) // 10)
+
+
+def test_a_tensor_that_does_not_fit_into_the_budget_is_read_each_time(opened: Open) -> None:
+    storage = opened(memory_budget="17MiB")
+    fill(storage, 0, 300)
+    for _ in range(2):
+        before = storage._engine.stats().bytes_read
+        assert torch.equal(storage[:]["pixels"][:, 0], torch.arange(300.0))
+        assert storage._engine.stats().bytes_read > before
+    assert not storage._kept
+
+
+def test_priorities_choose_what_is_sampled(opened: Open) -> None:
+    try:
+        sampler = PrioritizedSampler(SIZE, 1.0, 1.0)
+    except RuntimeError as error:
+        pytest.skip(f"torchrl's compiled part does not load with this version of torch: {error}")
+    buffer = TensorDictReplayBuffer(storage=opened(), sampler=sampler, batch_size=50, priority_key="td_error")
+    data = transitions(0, 200)
+    data["td_error"] = torch.zeros(200)
+    data["td_error"][7] = 1e6
+    buffer.extend(data)
+    assert bool((buffer.sample()["index"] == 7).float().mean() > 0.9)
+
+
+def test_several_dimensions_are_rows_of_transitions(opened: Open) -> None:
+    buffer = ReplayBuffer(storage=opened(100, ndim=2), batch_size=32)
+    numbers = torch.arange(240).view(4, 60)
+    for first in range(0, 60, 15):
+        buffer.extend(TensorDict({"number": numbers[:, first : first + 15]}, [4, 15]))
+    assert buffer._storage.shape == (25, 4)
+    kept = numbers[:, 50:].T.tolist()
+    assert buffer._storage.get(torch.arange(10))["number"].tolist() == kept
+    assert set(buffer.sample()["number"].tolist()) <= set(numbers[:, 35:].flatten().tolist())
+    buffer[0, 3:5] = TensorDict({"number": torch.tensor([-1, -2])}, [2])
+    assert buffer[0, 3:5]["number"].tolist() == [-1, -2]
+    buffer._storage.close()
+    again = opened(100, ndim=2)
+    assert again.get((torch.tensor([3, 4]), torch.tensor([0, 0])))["number"].tolist() == [-1, -2]
+
+
+def test_nested_batch_sizes_and_tensors_of_all_kinds_come_back(opened: Open) -> None:
+    data = TensorDict(
+        {
+            "agents": TensorDict({"action": torch.randn(5, 3, 2)}, [5, 3]),
+            "empty": TensorDict({}, [5]),
+            "nothing": torch.zeros(5, 0),
+            "bfloat16": torch.randn(5, 7).bfloat16(),
+            "complex": torch.randn(5, dtype=torch.complex128),
+            "byte": torch.randint(256, (5, 3), dtype=torch.uint8),
+        },
+        [5],
+    )
+    storage = opened()
+    storage.set(range(5), data)
+    storage.close()
+    found = opened().get(torch.tensor([4, 0]))
+    assert found["agents"].batch_size == (2, 3)
+    assert found["empty"].batch_size == (2,)
+    assert bool((found == data[torch.tensor([4, 0])]).all())
+    assert found["nothing"].shape == (2, 0)
+
+
+def test_plain_tensors_are_stored_as_well(opened: Open) -> None:
+    buffer = ReplayBuffer(storage=opened(), batch_size=8)
+    buffer.extend(torch.arange(20).view(10, 2))
+    buffer.add(torch.tensor([20, 21]))
+    assert torch.equal(buffer[:] + 0, torch.arange(22).view(11, 2))
+    assert torch.equal(buffer._storage[10], torch.tensor([20, 21]))
+    assert buffer.sample().shape == (8, 2)
+
+
+# Views.
+
+
+def test_views_write_through(opened: Open) -> None:
+    storage = opened()
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+    buffer.extend(transitions(0, 100))
+    buffer.set_at_("episode", torch.tensor([7, 8]), torch.tensor([1, -1]))
+    assert buffer[torch.tensor([1, 99])]["episode"].tolist() == [7, 8]
+    buffer.update_({"episode": torch.arange(100)})
+    storage[10:20]["pixels"][2:4, 1:3] = 5.0  # into the records
+    storage.close()
+    again = opened()
+    assert torch.equal(every(again)["episode"], torch.arange(100))
+    assert again.get(12)["pixels"][:4].tolist() == [12, 5, 5, 12]
+    assert again.get(14)["pixels"][:4].tolist() == [14] * 4
+
+
+@pytest.mark.parametrize("change", ["zero_", "mul_"])
+def test_a_change_in_place_that_would_be_lost_is_refused(opened: Open, change: str) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    with pytest.raises(NotImplementedError, match="assign to an index"):
+        getattr(storage[:]["episode"], change)(*([2] if change == "mul_" else []))
+    with pytest.raises(NotImplementedError, match="cannot change"):
+        storage[:]["episode"].__iadd__(1)
+    check(every(storage), ring(10))
+
+
+def test_a_view_is_read_when_it_is_used(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 100)
+    view = storage[5:50:5]
+    before = storage._engine.stats().bytes_read
+    assert view["pixels"].shape == (9, 5000)
+    assert view["pixels"].dtype == torch.float32
+    assert "_Column" in repr(view["pixels"])
+    assert storage._engine.stats().bytes_read == before
+    check(view.clone(), torch.arange(5, 50, 5))
+    assert view["pixels"][-1, 0] == 45
+    assert torch.equal(view["episode"][None].squeeze(0), torch.arange(5, 50, 5) // 10)
+
+
+# Dumps and states.
+
+
+def test_a_dump_has_all_and_is_loaded_by_another_storage(opened: Open, drive: Path) -> None:
+    buffer = TensorDictReplayBuffer(storage=opened(), batch_size=8)
+    for first in range(0, 450, 45):
+        buffer.extend(transitions(first, 45))
+    buffer.dumps(drive / "dump")
+    again = TensorDictReplayBuffer(storage=opened(name="again"), batch_size=8)
+    again.loads(drive / "dump")
+    check(every(again._storage), ring(450))
+    again.extend(transitions(450, 10))
+    check(every(again._storage), ring(460))
+
+
+def test_a_dump_into_the_own_directory_is_a_commit(opened: Open, drive: Path) -> None:
+    (drive / "dump").mkdir()
+    buffer = TensorDictReplayBuffer(storage=opened(name="dump/storage"), batch_size=8)
+    buffer.extend(transitions(0, 45))
+    written = buffer._storage._engine.stats().bytes_written
+    buffer.dumps(drive / "dump")
+    assert buffer._storage._engine.stats().bytes_written == written
+    shutil.copytree(drive / "dump" / "storage", drive / "crashed")
+    check(every(opened(name="crashed")), ring(45))
+    buffer.loads(drive / "dump")
+    check(every(buffer._storage), ring(45))
+
+
+def test_dumps_refuse_what_they_cannot_do(opened: Open, drive: Path) -> None:
+    storage = opened()
+    with pytest.raises(RuntimeError, match="non-initialized"):
+        storage.dumps(drive / "dump")
+    fill(storage, 0, 10)
+    storage.register_save_hook(lambda data, path=None: data)
+    with pytest.raises(NotImplementedError, match="hooks"):
+        storage.dumps(drive / "dump")
+
+
+@pytest.mark.parametrize("direction", ["to", "from", "both"])
+def test_states_are_those_of_torchrls_own_storages(opened: Open, direction: str) -> None:
+    source = LazyTensorStorage(SIZE) if direction == "from" else opened()
+    target = LazyTensorStorage(SIZE) if direction == "to" else opened(name="target")
+    source.set(range(50), transitions(0, 50))
+    target.load_state_dict(source.state_dict())
+    assert len(target) == 50
+    check(target.get(torch.arange(50)), torch.arange(50))
+
+
+def test_a_state_that_memory_has_no_room_for_is_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    monkeypatch.setattr(integration, "available_memory", lambda: 1 << 20)
+    with pytest.raises(MemoryError, match=r"use dumps\(\)"):
+        storage.state_dict()
+
+
+# What is refused.
+
+
+@tensorclass  # type: ignore[untyped-decorator]
+class Transition:
+    pixels: torch.Tensor
+
+
+RAGGED = [TensorDict({"a": torch.zeros(size)}, []) for size in (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Transition(torch.zeros(2, 3), batch_size=[2]), "to_tensordict"),
+        ({"a": torch.zeros(2)}, "got dict"),
+        (TensorDict({"a": torch.zeros(2), "text": NonTensorData("x", [2])}, [2]), "'text' must be a tensor"),
+        (LazyStackedTensorDict(*RAGGED, stack_dim=0), "same shapes"),
+    ],
+)
+def test_data_without_a_fixed_size_is_refused(opened: Open, data: Any, words: str) -> None:
+    storage = opened()
+    with pytest.raises(TypeError, match=words):
+        storage.set(torch.arange(2), data)
+    assert not storage.initialized
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("layout", "words"), [(torch.strided, "no fixed size"), (torch.jagged, "dense")])
+def test_nested_tensors_are_refused(opened: Open, layout: torch.layout, words: str) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+    with pytest.raises(TypeError, match=words):
+        opened().set(torch.arange(2), TensorDict({"a": nested}, [2]))
+
+
+def test_transitions_that_differ_are_refused(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    with pytest.raises(ValueError, match="got 'pixels'"):
+        storage.set([0], transitions(0, 1).select("pixels"))
+    with pytest.raises(ValueError, match=r"shape \(1, 5000\)"):
+        storage.set([0], transitions(0, 1, pixels=4999))
+    with pytest.raises(IndexError):
+        storage.set([SIZE], transitions(0, 1))
+    with pytest.raises(IndexError):
+        storage.get(10)
+    check(every(storage), ring(10))
+
+
+def test_rows_of_too_few_dimensions_are_refused(opened: Open) -> None:
+    with pytest.raises(ValueError, match="rows of 1"):
+        opened(ndim=2).set(0, torch.tensor(1))
+
+
+@pytest.mark.parametrize("option", [{"size": 0}, {"ndim": 0}, {"commit_every": 0}, {"memory_budget": "1MiB"}])
+def test_options_out_of_range_are_refused(opened: Open, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        opened(**option)
+
+
+def test_another_size_is_refused(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    storage.close()
+    for other in ({"size": SIZE + 1}, {"ndim": 2}):
+        with pytest.raises(ValueError, match="max_size and ndim"):
+            opened(**other)
+
+
+def test_a_record_larger_than_the_budget_is_refused(opened: Open) -> None:
+    with pytest.raises(OutOfBuffers):
+        opened(2, memory_budget="4MiB").set(range(1), torch.zeros(1, 5 << 20, dtype=torch.uint8))
+
+
+def test_records_larger_than_a_chunk_are_stored(opened: Open) -> None:
+    storage = opened(3)
+    data = torch.randint(256, (3, 5 << 20), dtype=torch.uint8)
+    storage.set(range(3), data)
+    assert torch.equal(storage.get(torch.tensor([2, 0])), data[[2, 0]])
+
+
+def test_a_directory_has_one_storage(opened: Open) -> None:
+    storage = opened()
+    with pytest.raises(StoreLocked):
+        opened()
+    storage.close()
+    opened()
+
+
+def test_a_closed_storage_says_so(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    storage.close()
+    storage.close()
+    for use in (lambda: storage.get(0), storage.commit, lambda: fill(storage, 0, 1)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_an_empty_storage_has_nothing_to_get(opened: Open) -> None:
+    storage = opened()
+    storage.commit()
+    assert storage.next_cursor == 0
+    with pytest.raises(RuntimeError, match="non-initialized"):
+        storage.get(0)
+
+
+def test_a_storage_is_not_sent_to_other_processes(opened: Open) -> None:
+    with pytest.raises(TypeError, match="another process"):
+        pickle.dumps(opened())
+
+
+def test_other_versions_of_torchrl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["torchrl"], "__version__", "0.9.0")
+    with pytest.raises(ImportError, match=r"refuses 0\.9\.0"):
+        reload(integration)
+
+
+def test_without_torchrl_the_module_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensordict", types.ModuleType("tensordict"))
+    with pytest.raises(ImportError, match=r"pip install torchrl==0\.14\.1"):
+        reload(integration)
