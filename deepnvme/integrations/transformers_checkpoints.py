@@ -10,9 +10,9 @@ training goes on.
 
 Invariants:
 
-1. A checkpoint is made in a staging directory, ``.checkpoint.deepnvme-tmp`` in the output directory, and renamed to its name when all
-   of its files are written, with ``fsync`` when they are on stable storage. One that has the name already is renamed into the
-   staging directory before: a crash between these two renames leaves neither under the name.
+1. A checkpoint is made in a staging directory, ``.checkpoint.deepnvme-tmp`` in the output directory, and renamed to its name
+   when all of its files are written, with ``fsync`` when they are on stable storage. An earlier checkpoint of that name is first
+   renamed into the staging directory: a crash between these two renames leaves neither under the name.
 2. Older checkpoints are removed after that. They are first renamed into the staging directory, so that a crash leaves no part of
    one under its name.
 3. One checkpoint of an output directory is written at a time, whichever trainer of the process saves it: the next one waits.
