@@ -254,12 +254,12 @@ def raise_unseen() -> None:
 
 
 def wait_for_saves(path: str | os.PathLike[str]) -> None:
-    """Block until no background save to this path is queued or running.
+    """Block until no background save to this path, or to a file below it, is queued or running.
 
     A blocking save calls this first: a background save that ended later would replace the newer file.
     """
     target = Path(os.path.realpath(path))
-    _saves.wait_for(lambda save: save.path == target)
+    _saves.wait_for(lambda save: target == save.path or target in save.path.parents)
 
 
 def start(destination: Destination, make: Callable[[None], FileImage], pool: BufferPool | None = None) -> SaveFuture:

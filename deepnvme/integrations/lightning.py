@@ -79,6 +79,8 @@ class NVMeCheckpointIO(CheckpointIO):
 
     With ``asynchronous=True`` a save holds the training while the checkpoint is copied into pinned memory, and is written while
     the training goes on, as by :func:`deepnvme.async_save`. Its error is raised by the next save, or when the trainer ends.
+    ``ModelCheckpoint`` and loggers do not find a checkpoint that is still being written: the name of each should be its own, with
+    the ``{step}`` for instance. ``ModelCheckpoint`` adds a version such as ``-v1`` only to names of files that are there.
 
     For strategies that save through a ``CheckpointIO`` (one device, DDP). FSDP's and DeepSpeed's have files of their own.
 
@@ -143,5 +145,5 @@ class NVMeCheckpointIO(CheckpointIO):
 def _local(path: str | os.PathLike[str]) -> str:
     """Return the path. Raises ValueError if it is a URL."""
     if "://" in os.fspath(path):
-        raise ValueError(f"NVMeCheckpointIO saves to local file systems, got '{os.fspath(path)}'")
+        raise ValueError(f"NVMeCheckpointIO is for local file systems, got '{os.fspath(path)}'")
     return os.fspath(path)

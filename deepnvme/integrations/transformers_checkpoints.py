@@ -10,11 +10,13 @@ training goes on.
 
 Invariants:
 
-1. A checkpoint is made in the directory ``.checkpoint.deepnvme-tmp`` of the output directory, and renamed to its name when all
-   of its files are written, with ``fsync`` when they are on stable storage.
-2. Older checkpoints are removed after that. They are first renamed into the same directory, so that a crash leaves no part of
+1. A checkpoint is made in a staging directory, ``.checkpoint.deepnvme-tmp`` in the output directory, and renamed to its name
+   when all of its files are written, with ``fsync`` when they are on stable storage. An earlier checkpoint of that name is first
+   renamed into the staging directory: a crash between these two renames leaves neither under the name.
+2. Older checkpoints are removed after that. They are first renamed into the staging directory, so that a crash leaves no part of
    one under its name.
-3. One checkpoint is written at a time: the next one waits. So whatever else the directory has is left by a crash or an error.
+3. One checkpoint of an output directory is written at a time, whichever trainer of the process saves it: the next one waits.
+   So whatever else the staging directory has is left by a crash or an error.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepnvme.checkpoint.background import SaveFuture, start
+from deepnvme.checkpoint.background import SaveFuture, start, wait_for_saves
 from deepnvme.checkpoint.formats.file_image import FileImage
 from deepnvme.checkpoint.formats.pt_image import pt_image
 from deepnvme.checkpoint.publication import SUFFIX, Destination
@@ -93,8 +95,8 @@ def _saving(base: Any, checkpoints: _Checkpoints) -> type:
         """The trainer's class, with checkpoints that are published when they are written."""
 
         def train(self, *arguments: Any, **options: Any) -> Any:
-            """Train as the base class does, from a checkpoint that an earlier call may still be writing."""
-            checkpoints.wait()
+            """Train as the base class does, after the saves of earlier trainings: it may resume from one of them."""
+            checkpoints.wait(self.args.output_dir)
             return super().train(*arguments, **options)
 
         def _get_output_dir(self, trial: Any) -> Any:
@@ -105,7 +107,7 @@ def _saving(base: Any, checkpoints: _Checkpoints) -> type:
                 super()._save_checkpoint(model, trial)
 
         def _finalize_training(self, trial: Any, *arguments: Any, **options: Any) -> Any:
-            checkpoints.wait()
+            checkpoints.wait(self.args.output_dir)
             return super()._finalize_training(trial, *arguments, **options)
 
     SavingTrainer.__name__ = SavingTrainer.__qualname__ = base.__name__
@@ -123,14 +125,14 @@ class _Checkpoints:
 
     @contextlib.contextmanager
     def save(self, output_dir: Path, state: Any, limit: int | None) -> Iterator[None]:
-        """Make a checkpoint of what the ``with`` block saves. Waits for the previous one. Raises its error.
+        """Make a checkpoint of what the ``with`` block saves. Waits for earlier ones, and raises the error of the last.
 
         Args:
             output_dir: Where the checkpoint is published.
             state: The ``TrainerState``.
             limit: ``save_total_limit``.
         """
-        self.wait()
+        self.wait(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         new = self._last = _Checkpoint(output_dir, f"checkpoint-{state.global_step}", limit, self._fsync, self._aio_config)
         new.remove_staging()
@@ -144,13 +146,15 @@ class _Checkpoints:
             new.best = state.best_model_checkpoint
             new.written()
         except BaseException:
+            self._last = None  # its error is raised now
             new.discard()
             raise
         finally:
             self.saving = None
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is published. Raises the error that it failed with, once."""
+    def wait(self, output_dir: str | Path) -> None:
+        """Wait until no trainer of this process writes checkpoints in a directory. Raises the error of this one's last, once."""
+        wait_for_saves(output_dir)
         last, self._last = self._last, None
         if last is not None and (errors := last.errors()):
             last.discard()
@@ -257,8 +261,8 @@ def _replaced(checkpoint: _Checkpoint) -> Iterator[None]:
             save_file(tensors, filename, metadata)
 
     with _replacing:
-        torch.save, of_safetensors.save_file, modeling_utils.safe_save_file = save, save_tensors, save_tensors
         try:
+            torch.save, of_safetensors.save_file, modeling_utils.safe_save_file = save, save_tensors, save_tensors
             yield
         finally:
             torch.save, of_safetensors.save_file, modeling_utils.safe_save_file = torch_save, save_file, safe_save_file

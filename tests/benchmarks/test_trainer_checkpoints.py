@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
 import json
 import subprocess
 import sys
@@ -12,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_checkpoints
-from trainer_checkpoints import CONTENDERS, ELEMENTS, filled_after, is_whole
+from harness.trainer_kills import ELEMENTS, filled_after, is_whole
+from trainer_checkpoints import CONTENDERS, Settings
 
 from ..support.interpreters import REPOSITORY
 
@@ -34,21 +33,29 @@ def test_a_checkpoint_of_another_step_or_of_mixed_steps_is_not_whole(tmp_path: P
     assert not is_whole(path)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the packages that are measured
-@pytest.mark.parametrize("contender", ["Lightning NVMeCheckpointIO", "Trainer async_checkpoints"])
-def test_a_contender_has_its_figures(drive: Path, contender: str, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer_checkpoints.run(argparse.Namespace(dir=drive, gb=0.01, worker=contender))
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures.keys() == {"first", "held", "gb"}
-    assert 0.008 < figures["gb"] < 0.02
+def test_contenders_have_their_figures(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = {"Lightning": ("default", "NVMeCheckpointIO"), "Trainer": ("async_checkpoints",)}  # each takes seconds to import
+    monkeypatch.setattr(trainer_checkpoints, "CONTENDERS", some)
+    settings = Settings(drive, rounds=1, gb=0.01, kills=1, only=("saves",))
+    measurements = trainer_checkpoints.measure(settings, lambda step: None)
+    assert [verdict.figure is not None for verdict in measurements.verdicts] == [True, True]
+    for framework, names in some.items():
+        comparison = measurements.comparisons[framework]
+        assert comparison.absent == {}
+        assert list(comparison.samples) == list(names)
+        assert all(8e6 < sample["bytes"] < 2e7 for samples in comparison.samples.values() for sample in samples)
+    assert trainer_checkpoints.report(measurements).count("Saves of") == 2
+    assert list(drive.iterdir()) == []
 
 
-def test_kills_leave_whole_checkpoints(drive: Path) -> None:
-    command = [sys.executable, "benchmarks/trainer_checkpoints.py", "--dir", str(drive), "--rounds", "0", "--kills", "3"]
-    printed = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True).stdout
+def test_kills_leave_whole_checkpoints(drive: Path, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [sys.executable, "benchmarks/trainer_checkpoints.py", "--dir", str(drive), "--only", "kills", "--kills", "3"]
+    printed = subprocess.run([*command, "--json", str(found)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    document = json.loads(found.read_text())
     for framework, names in CONTENDERS.items():
-        (line,) = (line for line in printed.splitlines() if line.startswith(f"{framework}, {names[-1]}: "))
-        found = ast.literal_eval(line.partition(": ")[2])
-        assert found["kills"] == 3
-        assert found["not whole"] == 0
+        of_ours = document["kills"][f"{framework}, {names[-1]}"]
+        assert (of_ours["kills"], of_ours["not_whole"]) == (3, 0)
+    assert [target["met"] for target in document["targets"]] == [True, True]
+    assert "MISSED" not in printed.stdout
     assert list(drive.iterdir()) == []

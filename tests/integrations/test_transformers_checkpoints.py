@@ -16,13 +16,14 @@ import torch
 
 import deepnvme
 from deepnvme.checkpoint import background, publication
+from deepnvme.checkpoint.background import wait_for_saves
 from deepnvme.integrations.transformers import async_checkpoints, offload_training
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
     import transformers
 
-from ..support.patience import PATIENCE, until
+from ..support.patience import PATIENCE
 
 STAGING = ".checkpoint.deepnvme-tmp"
 CONFIG = transformers.GPT2Config(vocab_size=5000, n_embd=64, n_layer=1, n_head=2, n_positions=16)
@@ -87,19 +88,37 @@ def fails(self: Any, *_: Any) -> None:
     raise OSError(28, "No space left on device", "drive")
 
 
-def test_the_error_of_a_save_is_raised_by_the_next_one(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = in_background(trainer_of(drive))
+def failing_from(step: int, monkeypatch: pytest.MonkeyPatch) -> EachStep:
+    """Return a callback that has saves fail from the one of a step."""
 
-    def fail_at(step: int) -> None:
-        if step == 2:
+    def at(now: int) -> None:
+        if now == step:
+            wait_for_saves("/")  # the earlier ones succeed
             monkeypatch.setattr(publication.Publication, "publish", fails)
 
-    callback = EachStep(fail_at)
+    return EachStep(at)
+
+
+class Waiting(transformers.Trainer):
+    """Saves the optimizer when the model is written."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        wait_for_saves(output_dir)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+
+@pytest.mark.parametrize("trainer_class", [transformers.Trainer, Waiting])
+def test_the_error_of_a_save_is_raised_by_the_next_one(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, trainer_class: type[transformers.Trainer]
+) -> None:
+    trainer = in_background(trainer_of(drive, trainer_class))
+    callback = failing_from(2, monkeypatch)
     trainer.add_callback(callback)
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     trainer.remove_callback(callback)
-    assert trainer.state.global_step in (2, 3)  # 2 if the model's file failed before the optimizer's was begun
+    # 2 if the model's file failed before the optimizer's was begun
+    assert trainer.state.global_step in ((2,) if trainer_class is Waiting else (2, 3))
     assert names(drive) == ["checkpoint-1"]
     monkeypatch.undo()
     background.raise_unseen()  # it was raised once, for both files
@@ -109,7 +128,7 @@ def test_the_error_of_a_save_is_raised_by_the_next_one(drive: Path, monkeypatch:
 
 def test_the_error_of_the_last_save_is_raised_when_the_training_ends(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = in_background(trainer_of(drive, save_only_model=True))
-    trainer.add_callback(EachStep(lambda step: step == 4 and monkeypatch.setattr(publication.Publication, "publish", fails)))
+    trainer.add_callback(failing_from(4, monkeypatch))
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
     assert names(drive) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
@@ -270,8 +289,7 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(drive: Path, 
     first.add_callback(EachStep(stop))
     with pytest.raises(Stopped):
         first.train()
-    background._saves.wait_for(lambda save: True)
-    until(lambda: not (drive / "run" / STAGING).exists(), "publication")
+    wait_for_saves(drive / "run")
     assert names(drive / "run") == ["checkpoint-1", "checkpoint-2"]
     resumed = make(2)
     resumed.train(resume_from_checkpoint=True)
@@ -280,7 +298,10 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(drive: Path, 
         assert_same_checkpoint(drive / "run" / f"checkpoint-{step}", drive / "known" / f"checkpoint-{step}")
 
 
-def test_a_training_is_resumed_from_a_checkpoint_that_is_still_written(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("same", [True, False])
+def test_a_training_is_resumed_from_a_checkpoint_that_a_trainer_still_writes(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
     publish = publication.Publication.publish
 
     def slowly(self: Any) -> None:
@@ -298,6 +319,8 @@ def test_a_training_is_resumed_from_a_checkpoint_that_is_still_written(drive: Pa
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(callback)
+    if not same:
+        trainer = in_background(trainer_of(drive, max_steps=2))
     seen: list[int] = []
     trainer.add_callback(EachStep(seen.append))
     trainer.train(resume_from_checkpoint=True)
