@@ -19,7 +19,7 @@ import torch
 from deepnvme.checkpoint.file_io import is_replaced
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Engine, File, Future
+from deepnvme.engine import File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
@@ -82,7 +82,7 @@ class SampleReader:
         self.process = os.getpid()
         directories = list(dict.fromkeys(path.parent for path in layout.files))
         self._engine = engine_for(directories or ["."], aio_config)
-        self._index_engine = Engine()  # entries of an index do not wait behind samples
+        self._index_engine = engine_for(directories or ["."], aio_config)  # entries of an index do not wait behind samples
         self._indexes: dict[Path, torch.Tensor] = {}
         self._index_bytes = _INDEX_BYTES
         self._files: dict[Path, File] = {}

@@ -207,7 +207,9 @@ class OffloadedTraining:
             self._trained = TrainingStep(
                 model, partition, trained, self._drive, self._ranks, self.optimizer, micro_batches, max_norm
             )
-            self._state = self._training_state(sub_groups)
+            pieces = pieces_of(each for stepping in sub_groups for each in stepping)
+            states = OffloadedStates(pieces, self._drive.versions, self._check_between_steps)
+            self._state = TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
             self._saver = None
             if activations != "memory":
                 self._saver = save_on_disk(self._drive.directories, memory_budget=activation_bytes, aio_config=given.aio_config)
@@ -221,11 +223,6 @@ class OffloadedTraining:
                 self.close()
                 raise
             _trainings[model] = weakref.ref(self)
-
-    def _training_state(self, sub_groups: Sequence[Sequence[SubGroup]]) -> TrainingState:
-        pieces = pieces_of(each for stepping in sub_groups for each in stepping)
-        states = OffloadedStates(pieces, self._drive.versions, self._check_between_steps)
-        return TrainingState(self._trained, self._planner, states, self._trained.blocks_of_modules)
 
     def _close_predecessor(self, has_values: bool) -> None:
         """Close the training that the model has already, if any. Raises RuntimeError if it may not be closed, and OSError.
