@@ -22,7 +22,7 @@ using namespace nanobind::literals;
 
 constexpr auto kLookEvery = std::chrono::milliseconds(50);
 
-// Something with threads that wait for it, which a forked child must not take down.
+// A store or a job. A forked child must not destroy it: the threads that use it are the parent's.
 template <typename Shared>
 struct OfProcess {
     std::shared_ptr<Shared> thing;

@@ -28,7 +28,7 @@ KeyHash hash_of(std::string_view key, std::uint64_t seed) noexcept {
 }
 
 BlockIndex::BlockIndex(Slot slots)
-    : entries_(slots), table_(slots + slots / 2 + 2, kNoSlot), evicted_((slots + kBucket - 1) / kBucket * kBucket) {}
+    : entries_(slots), table_(std::size_t{slots} + slots / 2 + 2, kNoSlot), evicted_((slots + kBucket - 1) / kBucket * kBucket) {}
 
 std::uint64_t BlockIndex::nbytes() const noexcept {
     return entries_.size() * sizeof(Entry) + table_.size() * sizeof(Slot) + evicted_.size() * sizeof(Evicted);
@@ -72,7 +72,7 @@ void BlockIndex::insert(Slot slot) noexcept {
     table_[i] = slot;
 }
 
-// Those behind it that are not where they belong move up, so that no gap cuts them off.
+// Keys behind the gap move up into it unless it is before their home: a search from there must not end at the gap.
 void BlockIndex::erase(Slot slot) noexcept {
     const auto distance = [this](std::size_t from, std::size_t to) { return to >= from ? to - from : to + table_.size() - from; };
     std::size_t gap = home_of(entries_[slot].key);
@@ -106,22 +106,29 @@ void BlockIndex::unlink(Slot slot) noexcept {
     --ends.size;
 }
 
+// Blocks at the front of the second queue that were used again go to its end, up to the first block that was not. If the first kMostTurns
+// all were, none moves: to give some of them a turn would have a younger block evicted, in the middle of a prompt.
+void BlockIndex::give_turns() noexcept {
+    Slot end = queues_[kOften].first;
+    for (int turns = kMostTurns; entries_[end].used_again; end = entries_[end].next)
+        if (--turns == 0 || entries_[end].next == kNoSlot) return;
+    for (Slot slot; (slot = queues_[kOften].first) != end; append(slot, kOften)) {
+        unlink(slot);
+        entries_[slot].used_again = false;
+    }
+}
+
 // Evict a block and return its slot, which stays used; kNoSlot if every block is held.
 Slot BlockIndex::evict() noexcept {
-    for (int turns = kMostTurns; queues_[kOnce].size + queues_[kOften].size > 0;) {
-        const Queue queue = queues_[kOnce].size > target_ || queues_[kOften].size == 0 ? kOnce : kOften;
-        const Slot slot = queues_[queue].first;
-        unlink(slot);
-        if (queue == kOften && std::exchange(entries_[slot].used_again, false) && turns-- > 0) {
-            append(slot, kOften);
-            continue;
-        }
-        erase(slot);
-        remember(entries_[slot].key, queue);
-        ++evictions_;
-        return slot;
-    }
-    return kNoSlot;
+    if (queues_[kOnce].size + queues_[kOften].size == 0) return kNoSlot;
+    const Queue queue = queues_[kOnce].size > target_ || queues_[kOften].size == 0 ? kOnce : kOften;
+    if (queue == kOften) give_turns();
+    const Slot slot = queues_[queue].first;
+    unlink(slot);
+    erase(slot);
+    remember(entries_[slot].key, queue);
+    ++evictions_;
+    return slot;
 }
 
 // Evicted keys. ------------------------------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ std::uint64_t BlockIndex::remembered(Queue queue) const noexcept {
     return std::min<std::uint64_t>(queues_[queue].evictions, slots() - queues_[queue].size);
 }
 
-// Instead of the oldest, of the keys that could be in the same places.
+// Remember an evicted key in place of the oldest one in its bucket.
 void BlockIndex::remember(const KeyHash& key, Queue queue) noexcept {
     std::uint32_t& evictions = queues_[queue].evictions;
     evictions = (evictions + 1) & kClock;
@@ -148,7 +155,8 @@ void BlockIndex::remember(const KeyHash& key, Queue queue) noexcept {
     oldest = {static_cast<std::uint32_t>(key.high), evictions | (queue == kOften ? kClock + 1 : 0)};
 }
 
-// Where a new block goes: to those used often, if it is remembered. The queue that it was evicted from should have been longer.
+// The queue for a new block: the second one if its key is remembered. The queue that it was evicted from should have been longer, and may
+// be from now on.
 BlockIndex::Queue BlockIndex::queue_for(const KeyHash& key) noexcept {
     for (Evicted& each : bucket_of(key)) {
         if (each.stamp == kNever || each.fingerprint != static_cast<std::uint32_t>(key.high)) continue;

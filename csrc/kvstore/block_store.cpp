@@ -17,7 +17,7 @@ namespace deepnvme::kvstore {
 
 namespace {
 
-constexpr std::size_t kRecordsAtOnce = 32768;  // read when a store is opened: 4 MiB
+constexpr std::size_t kRecordsAtOnce = 32768;  // read when a store is opened, or cleared: 4 MiB
 
 // Of a get, so many bytes are checked while the next are read. Smaller parts cost the engine more than they gain.
 constexpr std::uint64_t kLeastPart = 1 << 20, kMostPart = 8 << 20, kParts = 8;
@@ -84,8 +84,10 @@ void BlockStore::close() {
     for (std::thread& thread : threads_)
         if (thread.joinable()) thread.join(), ended = true;
     if (!ended || read_only_) return;
+    std::exception_ptr failed;  // the other drives' records are flushed all the same
     for (const auto& file : files_)
-        if (::fdatasync(file->buffered()) != 0) throw IoError(errno, "fdatasync", file->path());
+        if (::fdatasync(file->buffered()) != 0) failed = std::make_exception_ptr(IoError(errno, "fdatasync", file->path()));
+    if (failed) std::rethrow_exception(failed);
 }
 
 // The index of the blocks that the records name. Where records cannot be read, their slots are free.
@@ -279,8 +281,8 @@ Outcome BlockStore::checked(const Job& job, const Transfer& transfer) {
         if (!now.valid(layout_.block_bytes) || now.key_text() != job.keys[transfer.key] || now.block_crc != transfer.crc) return Outcome::replaced;
     }
     if (checksum(job, transfer.key) == transfer.crc) return Outcome::done;
-    note("the checksum of the block at offset " + std::to_string(offset_of(transfer.slot)) + " of '" + file_of(transfer.slot).path() +
-         "' does not match");
+    note(("the checksum of the block at offset " + std::to_string(offset_of(transfer.slot)) + " of '" + file_of(transfer.slot).path() +
+          "' does not match").c_str());
     return Outcome::mismatched;
 }
 
@@ -445,18 +447,28 @@ bool BlockStore::hold_removed(Slot slot) {
     return true;
 }
 
-// Clear the records of removed blocks, then let go of their slots.
+// Clear the records of removed blocks, then let go of their slots, also where memory for that is short.
 void BlockStore::remove_held(std::vector<Slot> slots) {
+    std::ptrdiff_t failed = 0;
+    const AtEnd let_go{[&] {
+        std::lock_guard lock(mutex_);
+        figures_[kWriteErrors] += static_cast<std::uint64_t>(failed);
+        for (const Slot slot : slots) index_->release(slot);
+    }};
     std::ranges::sort(slots, {}, [this](Slot slot) { return place_of(slot); });
-    const std::vector<bool> taken = write(slots, std::vector<Record>(slots.size()));
-    std::lock_guard lock(mutex_);
-    figures_[kWriteErrors] += static_cast<std::uint64_t>(std::ranges::count(taken, false));
-    for (const Slot slot : slots) index_->release(slot);
+    const std::vector<Record> cleared(std::min(slots.size(), kRecordsAtOnce));
+    for (std::size_t begin = 0; begin < slots.size(); begin += cleared.size()) {
+        const auto some = std::span(slots).subspan(begin, std::min(cleared.size(), slots.size() - begin));
+        failed += std::ranges::count(write(some, std::span(cleared).first(some.size())), false);
+    }
 }
 
-void BlockStore::note(const std::string& error) {
+void BlockStore::note(const char* error) noexcept {
     std::lock_guard lock(mutex_);
-    last_error_ = error;
+    try {
+        last_error_ = error;
+    } catch (const std::bad_alloc&) {  // the earlier error stays
+    }
 }
 
 std::string BlockStore::last_error() const {

@@ -28,7 +28,7 @@
 
 namespace deepnvme::kvstore {
 
-// Of each of a store's files; docs/formats.md.
+// The layout of each file of a store; see docs/formats.md.
 struct Layout {
     std::uint64_t block_bytes;    // most bytes of a block
     std::uint64_t slot_bytes;     // from one slot to the next: block_bytes, rounded up to whole pages
@@ -50,7 +50,8 @@ using Figures = std::array<std::uint64_t, kFigures>;
 // What to do with keys that are stored.
 enum class Use : std::uint8_t { none, touch, pin, unpin, remove };
 
-// Of a block's transfer. `moved`: to or from the drive, and neither checked nor recorded. `replaced`: by the process that writes.
+// The state of a block's transfer. `moved`: read but not checked, or written but not recorded. `replaced`: the process that writes has
+// removed the block.
 enum class Outcome : std::uint8_t { unfinished, moved, done, drive_failed, mismatched, replaced };
 
 class BlockStore {
@@ -86,7 +87,7 @@ private:
         std::uint32_t crc;
         Outcome outcome = Outcome::unfinished;
     };
-    // Some transfers of a job, of one file, that the engine has as one request. It outlives the request, whatever is thrown meanwhile.
+    // Some transfers of a job in one file: one request of the engine. A part outlives its request, whatever is thrown meanwhile.
     struct Part {
         Part(Job& job, std::span<Transfer> transfers) : job(job), transfers(transfers) {}
         Part(Part&&) noexcept = default;
@@ -123,7 +124,7 @@ private:
     std::vector<bool> write(std::span<const Slot> slots, std::span<const Record> records);
     void remove_held(std::vector<Slot> slots);
     bool hold_removed(Slot slot);
-    void note(const std::string& error);
+    void note(const char* error) noexcept;
     std::vector<KeyHash> hashes_of(const Keys& keys) const;
 
     const std::shared_ptr<Engine> engine_;

@@ -31,7 +31,7 @@ public:
     const Kind kind;
     const Keys keys;
     const std::vector<std::span<std::byte>> memory;
-    Flags flags;  // of each key whether it was stored or read; to be looked at once the job is done
+    Flags flags;  // whether each key was stored or read; not to be looked at before the job is done
     std::atomic<bool> memory_lost{false};  // as Request::memory_lost()
 
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
@@ -40,7 +40,7 @@ public:
         std::unique_lock lock(mutex_);
         return ended_.wait_for(lock, time, [this] { return done(); });
     }
-    // By whoever ran it, once.
+    // Called once, by the thread that has run the job.
     void finish() noexcept;
 
 private:

@@ -24,13 +24,13 @@ struct Record {
     std::uint8_t unused[40] = {};
 
     static Record of(std::string_view key, std::uint32_t length, std::uint32_t block_crc, std::uint64_t sequence) noexcept;
-    // Whether it is a record of a block of at most so many bytes, and undamaged.
+    // Whether the record is undamaged, and its block has at most `most_bytes`.
     bool valid(std::uint64_t most_bytes) const noexcept;
     std::string_view key_text() const noexcept { return {key, key_length}; }
 };
 static_assert(sizeof(Record) == 128, "a record never crosses a sector");
 
-// Records that begin at an offset of a file. What the file does not have any more is read as zeros. Throw IoError.
+// Read or write the records that begin at an offset of a file. Records past the end of the file are read as zeros. Throw IoError.
 void read_records(File& file, std::uint64_t offset, std::span<Record> records);
 void write_records(File& file, std::uint64_t offset, std::span<const Record> records);
 

@@ -271,10 +271,12 @@ class NVMeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # whatever LMCac
             if self._closed:
                 return
             self._closed = True
-        if self._store is not None:
-            self._store.close()
-        for event in (self._store_event, self._lookup_event, self._load_event):
-            os.close(event)
+        try:
+            if self._store is not None:
+                self._store.close()
+        finally:
+            for event in (self._store_event, self._lookup_event, self._load_event):
+                os.close(event)
 
 
 def _key(key: Any) -> bytes:

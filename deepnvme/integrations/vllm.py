@@ -200,8 +200,10 @@ class NVMeTier(SecondaryTierManager):  # type: ignore[misc]  # whatever vLLM is
 
     def shutdown(self) -> None:
         """Wait for the jobs under way, and close the store. Idempotent."""
-        self._store.close()
-        self._jobs.clear()
+        try:
+            self._store.close()
+        finally:
+            self._jobs.clear()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -27,7 +28,7 @@ class BlockMemory:
         writable: Whether the memory is to be written to.
 
     Raises:
-        TypeError: If a block is neither a tensor nor a buffer.
+        TypeError: If a block is neither a tensor nor a buffer of numbers, or a number of a row is not an integer.
         ValueError: If a block is not contiguous, is not on the CPU, or may not be written to, or two blocks to be written to
             overlap.
         IndexError: If there is no row with a number.
@@ -51,8 +52,8 @@ class BlockMemory:
     def _add_rows(self, blocks: Any, index: Iterable[int] | None, writable: bool) -> None:
         """Add the rows of a tensor or buffer: all, or those with the numbers in ``index``."""
         address, rows, stride, row_bytes = self._rows_of(blocks, writable, rows=True)
-        numbers = range(rows) if index is None else index.tolist() if isinstance(index, torch.Tensor) else map(int, index)
-        for row in numbers:
+        numbers = range(rows) if index is None else index.tolist() if isinstance(index, torch.Tensor) else index
+        for row in map(operator.index, numbers):
             if not 0 <= row < rows:
                 raise IndexError(f"there is no block {row} in a buffer of {rows}")
             self.addresses.append(address + row * stride)
@@ -66,6 +67,8 @@ class BlockMemory:
         if not isinstance(block, torch.Tensor):
             view = memoryview(block)  # while there is a view, the memory is not moved
             self._owners.append(view)
+            if view.format == "O":
+                raise TypeError("a block must not have Python objects")
             found: tuple[int, int, int, int] = self._rows_of_buffer(view, writable)
         else:
             if block.device.type != "cpu" or block.layout is not torch.strided:

@@ -164,6 +164,7 @@ class BlockStore:
 
     Raises:
         StoreLocked: If another store, which the message names, has a directory.
+        TypeError: If ``fingerprint`` is no text.
         ValueError: If a file was made with another capacity, block size or fingerprint, only one of ``capacity`` and
             ``block_bytes`` is given, no block fits, or both ``engine`` and ``aio_config`` are given.
         FileNotFoundError: If a file is missing, and ``read_only`` is set or ``capacity`` is None.
@@ -185,6 +186,8 @@ class BlockStore:
             raise ValueError("aio_config is for the store's own engine: give either engine or aio_config")
         if (capacity is None) != (block_bytes is None):
             raise ValueError("capacity and block_bytes belong together: give both, or neither for the files that are there")
+        if not isinstance(fingerprint, str):
+            raise TypeError(f"fingerprint must be a text, got {type(fingerprint).__name__}")
         self._process = os.getpid()
         self._paths = as_directories(path)
         wanted = None
@@ -255,7 +258,8 @@ class BlockStore:
             not; of the latter the last keys of the call.
 
         Raises:
-            TypeError: If a key is not bytes, or a block neither a tensor nor a buffer.
+            TypeError: If a key is not bytes, a block neither a tensor nor a buffer of numbers, or ``index`` has
+                other numbers than integers.
             ValueError: If there are not as many blocks as keys, a key or block is too long, a block is empty, not contiguous or
                 not on the CPU, or the store is closed or read-only.
             IndexError: If ``blocks`` has no row with a number of ``index``.
@@ -376,7 +380,7 @@ class BlockStore:
         return not self._end.alive
 
     def stats(self) -> BlockStoreStats:
-        """Return counters since the store was opened. Never blocks on a drive."""
+        """Return counters since the store was opened. Never blocks on a drive. Raises ValueError if the store is closed."""
         figures = self._native.figures()
         return BlockStoreStats(**{field.name: figures[field.name] for field in fields(BlockStoreStats)})
 

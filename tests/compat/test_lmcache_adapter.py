@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -17,6 +18,7 @@ from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.kvstore.block_files import FILE_NAME
 
 from ..support.disks import Disk
+from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.kv_blocks import content
 from ..support.patience import PATIENCE
 from . import serving
@@ -258,6 +260,17 @@ def test_close_ends_the_tasks_under_way_and_frees_the_directory(lmcache: SimpleN
         adapter.submit_load_task(keys[:1], objects_of(lmcache, 1))
     assert not adapter.report_status()["is_healthy"]
     assert look_up(make(), keys) == [True] * 32
+
+
+def test_close_frees_the_descriptors_though_a_drive_fails(make: Make, direct_disk: FaultyFilesystem) -> None:
+    adapter = make(path=str(direct_disk / "kv"), block_bytes=CHUNK)
+    events = [adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()]
+    direct_disk.fail("fsync", errno.EIO)
+    with pytest.raises(OSError, match="fdatasync"):
+        adapter.close()
+    for event in events:
+        with pytest.raises(OSError, match="descriptor"):
+            os.eventfd_read(event)
 
 
 def test_close_beside_other_calls_raises_nothing(lmcache: SimpleNamespace, make: Make) -> None:

@@ -236,6 +236,17 @@ def test_shutdown_ends_the_jobs_under_way(vllm: SimpleNamespace, make: Make, mem
     assert make().stats().used > 0
 
 
+def test_after_a_shutdown_nothing_is_pending_though_the_drive_failed(
+    vllm: SimpleNamespace, make: Make, memory: torch.Tensor, direct_disk: FaultyFilesystem
+) -> None:
+    tier = make(path=str(direct_disk / "kv"))
+    tier.submit_store(job(vllm, 1, keys_of(vllm, range(2)), [0, 1]))
+    direct_disk.fail("fsync", errno.EIO)
+    with pytest.raises(OSError, match="fdatasync"):
+        tier.shutdown()
+    assert not tier.has_pending_work()
+
+
 def test_the_files_of_another_model_layout_or_rank_are_refused(vllm: SimpleNamespace, make: Make) -> None:
     make().shutdown()
     for changed in ({"model": "another"}, {"dtype": "float16"}, {"tp_size": 2}, {"tokens_per_hash": 32}, {"rank": 1}):

@@ -13,13 +13,14 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deepnvme import Engine
 from deepnvme.files.directory_lock import StoreLocked
 from deepnvme.kvstore import BlockStore
-from deepnvme.kvstore.block_files import FILE_NAME
+from deepnvme.kvstore.block_files import FILE_NAME, RECORD_BYTES
 
 from ..support.disks import Disk
 from ..support.faulty_filesystem import FaultyFilesystem
@@ -116,6 +117,8 @@ def test_what_cannot_be_stored_is_refused_by_name(store: BlockStore) -> None:
         (ValueError, "read-only", lambda: store.get_many([b"a"], [bytes(BLOCK)])),
         (ValueError, "on the CPU", lambda: store.put_many([b"a"], [block.to("meta")])),
         (TypeError, "bytes-like", lambda: store.put_many([b"a"], [7])),  # type: ignore[list-item]
+        (TypeError, "Python objects", lambda: store.get_many([b"a"], [np.empty(1, dtype=object)])),
+        (TypeError, "as an integer", lambda: store.put_many([b"a"], block[None], [0.9])),  # type: ignore[list-item]
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -151,6 +154,13 @@ def test_a_fingerprint_that_does_not_fit_into_the_header_is_refused(drive: Path)
         assert store.put_many([b"key"], [content(b"key")]).result() == [True]
     with BlockStore(drive / "kv", fingerprint=text[:500]) as store:
         assert store.contains_many([b"key"]) == [True]
+
+
+@pytest.mark.parametrize("fingerprint", [None, b"model"])
+def test_a_fingerprint_that_is_no_text_is_refused_before_a_file_is_made(drive: Path, fingerprint: Any) -> None:
+    with pytest.raises(TypeError, match="must be a text"):
+        BlockStore(drive / "kv", "2MiB", BLOCK, fingerprint=fingerprint)
+    assert not (drive / "kv").exists()
 
 
 def test_a_key_is_stored_once(store: BlockStore) -> None:
@@ -228,9 +238,9 @@ def test_an_eviction_is_short_though_all_blocks_were_used_again(drive: Path) -> 
         assert all(store.put_many(keys, [content(key) for key in keys]).result())
         for key in keys:
             store.touch([key])
-        assert store.put_many([b"new"], [content(b"new")]).result() == [True]
-        evicted = store.contains_many(keys).index(False)
-        assert evicted == 32  # after 32 that have one more turn, and not after all
+        new = keys_of(range(1000, 1003))
+        assert store.put_many(new, [content(key) for key in new]).result() == [True] * 3
+        assert store.contains_many(keys) == [False] * 3 + [True] * (len(keys) - 3)  # those that were used longest ago
 
 
 def test_of_a_prompt_the_last_blocks_are_evicted_first(drive: Path) -> None:
@@ -265,6 +275,17 @@ def test_a_put_does_not_evict_the_blocks_of_its_own_keys_though_all_were_used_ag
         both = [*keys[:40], *keys_of(range(1000, 1008))]
         assert store.put_many(both, [content(key) for key in both]).result() == [True] * 48
         assert store.contains_many(both) == [True] * 48
+
+
+@pytest.mark.slow
+def test_many_blocks_are_cleared_in_several_steps(drive: Path) -> None:
+    with BlockStore(drive / "kv", 40_000 * (4096 + RECORD_BYTES), 1) as store:
+        keys = keys_of(range(39_000))
+        assert all(store.put_many(keys, torch.ones(len(keys), 1, dtype=torch.uint8)).result())
+        assert store.clear() == len(keys)
+        assert (store.stats().used, store.stats().write_errors) == (0, 0)
+    with BlockStore(drive / "kv") as store:
+        assert store.stats().used == 0
 
 
 def test_a_key_that_is_given_several_times_makes_room_for_one_block_only(store: BlockStore) -> None:

@@ -354,6 +354,17 @@ def test_close_raises_the_error_of_a_flush_and_closes_all_the_same(direct_disk: 
         assert check(again, [b"key"]) == 1
 
 
+def test_close_flushes_the_other_drives_where_one_fails(direct_disk: FaultyFilesystem) -> None:
+    store = BlockStore([direct_disk / "a", direct_disk / "b"], 2 * CAPACITY, BLOCK)
+    put(store, keys_of(range(8)))
+    before = direct_disk.counts()["fsync"]
+    direct_disk.fail("fsync", errno.EIO)
+    with pytest.raises(OSError, match="fdatasync") as caught:
+        store.close()
+    assert caught.value.filename == str(direct_disk / "a" / FILE_NAME)
+    assert direct_disk.counts()["fsync"] - before == 2
+
+
 def test_memory_that_cannot_be_written_to_is_not_blamed_on_the_drive(drive: Path) -> None:
     """The pages of a read-only mapping, which a tensor does not tell of."""
     with opened(drive / "kv") as store:

@@ -1,21 +1,24 @@
 // A BlockStore on files, used by several threads at a time, for AddressSanitizer and ThreadSanitizer; and its index against a map. What is
-// read must be what was put under the key. Exit status 0 when all was well.
+// read must be what was put under the key, also where memory is short. Exit status 0 when all was well.
 //
 // usage: kv_stress DIRECTORY [ROUNDS]
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "failing_allocations.h"
 #include "kvstore/block_store.h"
 
 using namespace deepnvme;
@@ -82,7 +85,7 @@ void fill(std::span<std::byte> block, std::uint64_t number) {
     }
 }
 
-std::shared_ptr<Job> run(BlockStore& store, Job::Kind kind, const std::vector<std::uint64_t>& numbers, std::vector<std::byte>& memory) {
+std::shared_ptr<Job> job_of(Job::Kind kind, const std::vector<std::uint64_t>& numbers, std::vector<std::byte>& memory) {
     memory.resize(numbers.size() * kBlock);
     Keys keys;
     std::vector<std::span<std::byte>> blocks;
@@ -91,7 +94,11 @@ std::shared_ptr<Job> run(BlockStore& store, Job::Kind kind, const std::vector<st
         blocks.push_back(std::span(memory).subspan(i * kBlock, kBlock));
         if (kind == Job::Kind::put) fill(blocks.back(), numbers[i]);
     }
-    auto job = std::make_shared<Job>(kind, std::move(keys), std::move(blocks), Fd());
+    return std::make_shared<Job>(kind, std::move(keys), std::move(blocks), Fd());
+}
+
+std::shared_ptr<Job> run(BlockStore& store, Job::Kind kind, const std::vector<std::uint64_t>& numbers, std::vector<std::byte>& memory) {
+    auto job = job_of(kind, numbers, memory);
     store.submit(job);
     while (!job->wait_for(std::chrono::seconds(1))) {}
     return job;
@@ -125,6 +132,46 @@ void work(BlockStore& store, std::uint64_t seed, int rounds) {
             }
         }
     }
+}
+
+// Wherever an allocation fails, and all after it or only that one: jobs end, what is hit is right, and no slot is held for good.
+void blocks_are_lost_where_memory_is_short(BlockStore& store) {
+    using testing::FailingAllocations;
+    std::vector<std::byte> memory, expected(kBlock);
+    const std::vector<std::uint64_t> numbers{1, 2, 3, 3, 4, 5, 6, 7};
+    Keys keys;
+    for (const std::uint64_t number : numbers) keys.push_back(key_of(number));
+    long failed = 0;
+    const auto attempt = [&](long others, auto call) {
+        FailingAllocations::arm(others, others % 2 != 0);
+        try {
+            call();
+        } catch (const std::bad_alloc&) {
+        }
+        failed += FailingAllocations::disarm();
+    };
+    for (long others = 0; others < 80; ++others) {
+        for (const Job::Kind kind : {Job::Kind::put, Job::Kind::get}) {
+            if (kind == Job::Kind::get) run(store, Job::Kind::put, numbers, memory);
+            const auto job = job_of(kind, numbers, memory);
+            if (kind == Job::Kind::get) std::ranges::fill(memory, std::byte{0});
+            attempt(others, [&] {
+                store.submit(job);
+                while (!job->wait_for(std::chrono::seconds(1))) {}
+            });
+            for (std::size_t i = 0; i < numbers.size(); ++i) {
+                if (!job->flags[i]) continue;
+                fill(expected, numbers[i]);
+                if (std::memcmp(memory.data() + i * kBlock, expected.data(), kBlock) != 0) complain("wrong bytes where memory was short");
+            }
+        }
+        attempt(others, [&] { store.use(keys, Use::remove); });
+        run(store, Job::Kind::put, numbers, memory);
+        attempt(others, [&] { store.clear(); });
+        store.clear();
+        if (store.figures()[kUsed] != 0) complain("a slot is held for good where memory was short");
+    }
+    if (failed == 0) complain("no allocation has failed");
 }
 
 }  // namespace
@@ -166,6 +213,7 @@ int main(int count, char** arguments) {
         const Figures figures = store.figures();
         if (figures[kPinned] != 0 || figures[kCorrupt] != 0 || figures[kHits] == 0) complain("the figures are wrong: " + store.last_error());
         if (store.clear() != figures[kUsed]) complain("a block is held for good");
+        blocks_are_lost_where_memory_is_short(store);
     }
     std::puts("kv_stress: all well");
 }
