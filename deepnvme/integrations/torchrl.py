@@ -23,7 +23,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -164,40 +164,47 @@ def _corrupt(path: Path, reason: str) -> OSError:
     return OSError(errno.EBADMSG, f"it is damaged, or no state of a replay buffer: {reason}", os.fspath(path))
 
 
+@contextlib.contextmanager
+def _other_directory(storage: NVMeStorage, path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Lock a directory, unless it is the storage's, which is locked already. Yields its absolute path."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(path).absolute()
+        if directory != storage.path:
+            stack.callback(DirectoryLock(directory, DirectoryOwner("NVMeStorage")).release)
+        yield directory
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy the files of a storage. After a crash in between, the target has no transitions."""
+    (target / STATE).unlink(missing_ok=True)
+    sync_directory(target)
+    shutil.copyfile(source / RECORDS, target / RECORDS)
+    with with_filename(target / RECORDS), open(target / RECORDS, "r+b") as file:
+        os.fsync(file.fileno())
+    replace_durably(target / STATE, (source / STATE).read_bytes())
+
+
 class _Checkpointer(StorageCheckpointerBase):  # type: ignore[misc]  # whatever torchrl is
     """Copies the files of a storage: ``dumps`` after a commit, ``loads`` to go back to the commit in a directory."""
 
     def dumps(self, storage: NVMeStorage, path: str | os.PathLike[str]) -> None:
         if not storage.initialized:
             raise RuntimeError("Cannot save a non-initialized storage.")
-        with storage._lock:
+        with storage._lock, _other_directory(storage, path) as target:
             storage.commit()
-            self._copy(storage.path, Path(path).absolute(), Path(path).absolute())
+            if target != storage.path:
+                _copy(storage.path, target)
 
     def loads(self, storage: NVMeStorage, path: str | os.PathLike[str]) -> None:
-        with storage._lock:
+        with storage._lock, _other_directory(storage, path) as source:
             storage._check_open()
-            state = storage._read_state(Path(path).absolute())
-            storage._writes.exception()  # of a write that was interrupted
-            storage._empty()
-            storage.initialized = False  # if copying fails
-            self._copy(Path(path).absolute(), storage.path, Path(path).absolute())
+            state = storage._read_state(source)
+            if source != storage.path:
+                storage._writes.exception()  # of a write that was interrupted
+                storage._empty()
+                storage.initialized = False  # if copying fails
+                _copy(source, storage.path)
             storage._start(*state)
-
-    def _copy(self, source: Path, target: Path, other: Path) -> None:
-        """Copy the files, and lock the other directory meanwhile. After a crash in between, the target has no transitions."""
-        if source == target:
-            return
-        lock = DirectoryLock(other, DirectoryOwner("NVMeStorage"))
-        try:
-            (target / STATE).unlink(missing_ok=True)
-            sync_directory(target)
-            shutil.copyfile(source / RECORDS, target / RECORDS)
-            with with_filename(target / RECORDS), open(target / RECORDS, "r+b") as file:
-                os.fsync(file.fileno())
-            replace_durably(target / STATE, (source / STATE).read_bytes())
-        finally:
-            lock.release()
 
     def register_save_hook(self, hook: Any) -> None:
         raise NotImplementedError("NVMeStorage copies its files as they are: it calls no hooks")
@@ -530,7 +537,7 @@ class NVMeStorage(TensorStorage):  # type: ignore[misc]
             found[key] = tensor.view(*slots.shape, *tensor.shape[1:])
         return found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *_: Any) -> dict[str, Any]:
         raise NotImplementedError("a state_dict would have all transitions in memory: use dumps() and loads(), or commit()")
 
     load_state_dict = state_dict
