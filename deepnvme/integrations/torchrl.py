@@ -297,7 +297,7 @@ class NVMeStorage(TensorStorage):  # type: ignore[misc]
             raise _corrupt(directory / RECORDS, "the file was cut off")
         return layout, places
 
-    def _init(self, data: TensorDictBase, dimensions: int) -> None:  # type: ignore[override]
+    def _init(self, data: TensorDictBase, dimensions: int) -> None:
         """Reserve the space for transitions like those in ``data``, which has so many dimensions of the buffer."""
         inner = data.batch_size[dimensions - self.ndim + 1 : dimensions]
         if len(inner) < self.ndim - 1 or 0 in inner:
@@ -504,7 +504,7 @@ class NVMeStorage(TensorStorage):  # type: ignore[misc]
             found = {".".join(key): tuple(tensor.shape) for key, tensor in tensors.items()}
             if found != wanted:
                 raise ValueError(f"the transitions must have tensors of the shapes {wanted}, got {found}")
-            if len(slots.unique()) < slots.numel():
+            if len(slots.unique()) < slots.numel():  # type: ignore[no-untyped-call]
                 raise ValueError("an index occurs twice: write at most max_size transitions at a time, each to another index")
             values = {key: tensors[key].reshape(slots.numel(), *leaf.shape) for key, leaf in self._leaves.items()}
             self._store(slots.flatten(), values)
