@@ -124,7 +124,7 @@ class StridedLayout(Layout):
         return Places(torch.zeros_like(numbers), offsets, torch.full_like(numbers, self.sample_bytes))
 
     def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> torch.Tensor:
-        """Return tensors as one."""
+        """Return the samples as one tensor, see :func:`stack_ranges`."""
         return stack_ranges(memory, starts, self._dtype, self._shape, empty)
 
 

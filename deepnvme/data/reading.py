@@ -248,6 +248,7 @@ class BatchRead:
         errors: dict[int, Exception] = {}
 
         def add(wrong: torch.Tensor, error: Exception) -> None:
+            """Note an error for the samples where ``wrong`` is true, unless they have one already."""
             for index in wrong.nonzero().flatten().tolist():
                 errors.setdefault(index, error)
 

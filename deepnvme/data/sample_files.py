@@ -293,7 +293,7 @@ class WrittenLayout(Layout):
         return self._records.unpack(data)
 
     def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> dict[str, torch.Tensor]:
-        """Return tensors by column."""
+        """Return one tensor for each column, see :func:`stack_ranges`."""
         return self._records.stacked(memory, starts, empty)
 
 

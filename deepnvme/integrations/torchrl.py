@@ -87,6 +87,7 @@ class _Leaf(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of this tensor in one record."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
@@ -105,6 +106,7 @@ class _Transitions:
         self._storage = storage
 
     def get(self, key: str | Key, default: Any = None) -> Any:
+        """Read one tensor of all transitions; return ``default`` if they have none with this key. Blocks."""
         try:
             return self[key]
         except KeyError:
@@ -188,6 +190,7 @@ class _Checkpointer(StorageCheckpointerBase):  # type: ignore[misc]  # whatever 
     """Copies the files of a storage: ``dumps`` after a commit, ``loads`` to go back to the commit in a directory."""
 
     def dumps(self, storage: NVMeStorage, path: str | os.PathLike[str]) -> None:
+        """Commit, and copy the files into a directory, unless it is the storage's own. Blocks. Raises OSError."""
         if not storage.initialized:
             raise RuntimeError("Cannot save a non-initialized storage.")
         with storage._lock, _other_directory(storage, path) as target:
@@ -196,6 +199,7 @@ class _Checkpointer(StorageCheckpointerBase):  # type: ignore[misc]  # whatever 
                 _copy(storage.path, target)
 
     def loads(self, storage: NVMeStorage, path: str | os.PathLike[str]) -> None:
+        """Take over the commit in a directory, after copying its files. Blocks. Raises OSError; the storage may then be empty."""
         with storage._lock, _other_directory(storage, path) as source:
             storage._check_open()
             state = storage._read_state(source)
@@ -207,6 +211,7 @@ class _Checkpointer(StorageCheckpointerBase):  # type: ignore[misc]  # whatever 
             storage._start(*state)
 
     def register_save_hook(self, hook: Any) -> None:
+        """Raise NotImplementedError: files are copied as they are."""
         raise NotImplementedError("NVMeStorage copies its files as they are: it calls no hooks")
 
     register_load_hook = register_save_hook
@@ -402,6 +407,7 @@ class NVMeStorage(TensorStorage):  # type: ignore[misc]
         step = self._chunk // self._record_bytes
 
         def start(begin: int, chunk: torch.Tensor) -> Any:
+            """Start reading the records of some places into a chunk."""
             ids = places[begin : begin + step]
             return self._engine.gather(self._file, ids, self._records_in(chunk, len(ids)))
 
@@ -538,6 +544,7 @@ class NVMeStorage(TensorStorage):  # type: ignore[misc]
         return found
 
     def state_dict(self, *_: Any) -> dict[str, Any]:
+        """Raise NotImplementedError, and say what to call instead."""
         raise NotImplementedError("a state_dict would have all transitions in memory: use dumps() and loads(), or commit()")
 
     load_state_dict = state_dict

@@ -245,7 +245,7 @@ def _replaced(checkpoint: _Checkpoint) -> Iterator[None]:
     torch_save, save_file, safe_save_file = torch.save, of_safetensors.save_file, modeling_utils.safe_save_file
 
     def save(obj: object, f: Any, *arguments: Any, **options: Any) -> None:
-        """Replace ``torch.save``."""
+        """Stand in for ``torch.save``: large files of the checkpoint are written in the background."""
         if isinstance(f, str) and f.startswith(within) and not arguments and not options:
             image = pt_image(obj, 2, None)
             if image.nbytes >= _SMALL:
@@ -254,7 +254,7 @@ def _replaced(checkpoint: _Checkpoint) -> Iterator[None]:
         torch_save(obj, f, *arguments, **options)
 
     def save_tensors(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-        """Replace ``safetensors.torch.save_file``."""
+        """Stand in for ``save_file`` of safetensors: files of the checkpoint are written in the background."""
         if str(filename).startswith(within):
             checkpoint.start(filename, partial(safetensors_image, tensors, metadata))
         else:
