@@ -17,12 +17,14 @@ LARGEST = 448.0
 def widened(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
     """A scale for each value of a weight."""
     *_, rows, columns = shape
+    block = min(block[0], rows), min(block[1], columns)
     return scales.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., :rows, :columns]
 
 
 def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in FP8, and its scales."""
     *others, rows, columns = weight.shape
+    block = min(block[0], rows), min(block[1], columns)
     high, wide = -(-rows // block[0]), -(-columns // block[1])
     whole = torch.zeros(*others, high * block[0], wide * block[1])
     whole[..., :rows, :columns] = weight
