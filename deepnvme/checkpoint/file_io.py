@@ -22,7 +22,7 @@ from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import flat_bytes
 from deepnvme.telemetry.progress import Progress, count_bytes
 from deepnvme.transfer.gather import CHUNK, DIRECT_FROM, ChunkRing, Transfers
-from deepnvme.transfer.scatter import Run, read_ahead, runs, scatter
+from deepnvme.transfer.scatter import Run, runs, scatter, transfer_ahead
 
 from .formats.file_image import FileImage, Source, WriteRange, add_checksums
 from .formats.pt_records import CorruptCheckpoint
@@ -300,7 +300,7 @@ def read_small_pieces(
         """Start reading a run of neighbouring pieces into a chunk, which may be longer than the rest of the file."""
         return engine.read(chunk[: min(run.end, size) - run.begin], file, run.begin)
 
-    for run, chunk in read_ahead(runs([(0, *place) for place in places], CHUNK, PAGE, _GAP), start, pool):
+    for run, chunk in transfer_ahead(runs([(0, *place) for place in places], CHUNK, PAGE, _GAP), start, pool):
         yield run.members, chunk, run.begin
 
 

@@ -18,7 +18,7 @@ from deepnvme.memory.pool import buffer_pool
 from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.telemetry.descriptions import printable
 from deepnvme.transfer.gather import CHUNK
-from deepnvme.transfer.scatter import read_ahead
+from deepnvme.transfer.scatter import transfer_ahead
 
 from .file_io import shared_engine, started
 from .formats import pt_records, safetensors_header
@@ -138,7 +138,7 @@ def _checksum_problems(path: str | os.PathLike[str], found: PtRecords, aio_confi
             _, offset, at, nbytes = part
             return started(engine, chunk[:nbytes], file, offset + at)
 
-        for (record, offset, at, nbytes), chunk in read_ahead(parts, start, buffer_pool()):
+        for (record, offset, at, nbytes), chunk in transfer_ahead(parts, start, buffer_pool()):
             crc = crc32(memory_of(chunk, 0, nbytes), crc if at else 0)
             if at + nbytes == record.nbytes and crc != record.crc32:
                 problems.append(WrongChecksum(path, record, offset, crc).why)

@@ -125,6 +125,12 @@ class DirectoryLock:
             self._remove_made()
             raise
 
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _take(self) -> None:
         """Take the lock, and write the owner into the lock file. Raises StoreLocked if another owner keeps it."""
         path = self.directory / LOCK_NAME

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+from pathlib import Path
 
 from deepnvme.files.replacing import with_filename
 
@@ -48,6 +49,12 @@ def preallocate(descriptor: int, begin: int, end: int, path: str, remedy: str) -
             os.ftruncate(descriptor, begin)  # frees what was allocated before it failed
         text = f"{os.strerror(error)}: {nbytes} more bytes wanted, {free} free"
         raise OSError(error, f"{text}; {remedy}" if error == errno.ENOSPC else text, path)
+
+
+def reserve(path: Path, nbytes: int, remedy: str) -> None:
+    """Make a file of ``nbytes`` zeros, and reserve its space on the drive, as :func:`preallocate` does. Raises OSError."""
+    with with_filename(path), open(path, "wb") as file:
+        preallocate(file.fileno(), 0, nbytes, str(path), remedy)
 
 
 def free_bytes(descriptor: int, path: str) -> int:

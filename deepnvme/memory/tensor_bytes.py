@@ -134,12 +134,13 @@ def check_storable(name: str, tensor: object) -> None:
         tensor: The value to check.
 
     Raises:
-        TypeError: If it is not a tensor, or is sparse, quantised, on the meta device, or a subclass that wraps other tensors.
+        TypeError: If it is not a tensor, or is sparse, nested, quantised, on the meta device, or a subclass that wraps other
+            tensors.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"'{name}' must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "a quantized one" if tensor.is_quantized else tensor.layout
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "a quantized one" if tensor.is_quantized else "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"'{name}' must be a dense tensor, got {kind}; store the dense tensors that it is made of")
     if tensor.is_meta:
         raise TypeError(f"'{name}' is on the meta device and has no data to store")

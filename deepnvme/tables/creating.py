@@ -25,8 +25,8 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import Engine, File
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.files.identity import join
-from deepnvme.files.preallocation import preallocate
-from deepnvme.files.replacing import sync_directory, with_filename
+from deepnvme.files.preallocation import reserve
+from deepnvme.files.replacing import sync_directory
 from deepnvme.memory.alignment import padded
 from deepnvme.ops import load_async_io
 from deepnvme.transfer.gather import Transfers
@@ -84,13 +84,7 @@ def create_files(
         sector = max(_SECTOR, *(file.sector_size for file in files))
         layout = _layout_of(paths, rows, columns, updatable, sector)
         for volume, path in enumerate(paths):
-            with with_filename(path):
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    size, remedy = file_bytes(layout, volume), "give the table a directory on a larger drive"
-                    preallocate(descriptor, 0, size, str(path), remedy)
-                finally:
-                    os.close(descriptor)
+            reserve(path, file_bytes(layout, volume), "give the table a directory on a larger drive")
         filled = values is not None or any(initial.values())
         if filled:
             _fill(engine, files, layout, values, initial)

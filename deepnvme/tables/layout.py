@@ -19,24 +19,24 @@ VALUES = "values"
 
 
 class Column(NamedTuple):
-    """A part of each record: the row's values, or one of its optimizer states."""
+    """A part of each record: the row's values or one of its optimizer states; in a replay buffer, a tensor of the transition."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Shape that one row has in this column."""
+    """Shape that one record has in this column."""
     offset: int
     """Bytes from the start of the record."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row in this column."""
+        """Bytes of one record in this column."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, records: torch.Tensor) -> torch.Tensor:
-        """Return this column of all records, as a view of shape (rows, *shape).
+        """Return this column of all records, as a view of shape (records, *shape).
 
-        ``records``: contiguous uint8 of shape (rows, bytes of a record).
+        ``records``: contiguous uint8 of shape (records, bytes of a record).
         """
         part = records[:, self.offset : self.offset + self.nbytes]
         return part.view(self.dtype).view(len(records), *self.shape)

@@ -15,7 +15,7 @@ DIRECT_FROM = 512 << 10
 """Least bytes of a piece of memory that gets its own transfer. Smaller pieces are copied together with their neighbours."""
 CHUNK = 4 << 20
 """Bytes of a chunk: most bytes that are gathered for one transfer."""
-_CHUNKS = 4
+CHUNKS = 4
 """Most chunks leased at a time: three keep a drive busy while the fourth is filled, or copied from."""
 
 
@@ -116,7 +116,7 @@ class ChunkRing:
         Raises:
             OutOfBuffers: If the ring has no chunk yet, and waiting for the pool cannot help.
         """
-        if len(self._chunks) == _CHUNKS:
+        if len(self._chunks) == CHUNKS:
             return None
         lease = self._lease_more if self._chunks else self._lease
         leased = lease(self.nbytes)

@@ -59,21 +59,22 @@ def runs(places: Sequence[tuple[int, int, int]], limit: int, alignment: int, gap
         yield Run(members, begin, end)
 
 
-def read_ahead(
+def transfer_ahead(
     ranges: Iterable[Each], start: Callable[[Each, torch.Tensor], Future], pool: BufferPool, nbytes: int = CHUNK
 ) -> Iterator[tuple[Each, torch.Tensor]]:
-    """Read ranges of files through leased chunks, some ranges ahead of the one that the caller is using.
+    """Read or write ranges of files through leased chunks, some ranges ahead of the one that the caller is using.
 
     At most four chunks are leased at a time.
 
     Args:
-        ranges: Ranges to read, in any form that ``start`` takes.
-        start: Starts reading a range into the beginning of a chunk.
+        ranges: Ranges to transfer, in any form that ``start`` takes.
+        start: Starts reading a range into the beginning of a chunk, or fills the chunk and starts writing the range from it.
         pool: Pool of the chunks.
         nbytes: Bytes of a chunk.
 
     Yields:
-        Each range, in order, with its chunk. The chunk's memory is used again when the next range is requested.
+        Each range, in order, with its chunk, when its transfer has ended. The chunk's memory is used again when the next range
+        is requested.
 
     Raises:
         OutOfBuffers: If the pool's budget does not allow a chunk.

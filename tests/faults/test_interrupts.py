@@ -196,6 +196,38 @@ def training_step(path: Path) -> Iterator[Case]:
         yield step, check
 
 
+@contextlib.contextmanager
+def replay(path: Path) -> Iterator[Case]:
+    """Overwrites a quarter of a buffer again and again, so that some writes need a commit first, and reads all of it."""
+    pytest.importorskip("torchrl", reason="needs torchrl: pip install torchrl==0.14.1")
+    from tensordict import TensorDict
+
+    from deepnvme.integrations.torchrl import NVMeStorage
+
+    numbers = torch.arange(100)
+
+    def extend(count: int) -> None:
+        for first in range(0, count, 25):
+            part = numbers[first : first + 25]
+            storage.set(part, TensorDict({"number": part, "pixels": part[:, None].float().expand(25, 5000)}, [25]))
+
+    def run() -> None:
+        extend(100)
+        check()
+        storage.commit()
+
+    def check() -> None:
+        found = storage.get(numbers)
+        assert torch.equal(found["number"], numbers)
+        assert bool((found["pixels"] == numbers[:, None]).all())
+
+    with NVMeStorage(100, path) as storage:
+        extend(100)
+        yield run, check
+    with NVMeStorage(100, path) as storage:
+        check()
+
+
 CASES = [
     (put, "write", "*.data"), (get, "read", "*.data"), (commit, "fsync", "*.data"), (close, "write", "*.data"),
     (save, "write", "*-tmp"), (async_save, "write", "*-tmp"), (load, "read", "it"), (save_safetensors, "write", "*-tmp"),
@@ -203,6 +235,7 @@ CASES = [
     (streamed_forward, "read", "*.data"), (forward_in_place, "read", "it"),
     (step_with_activations, "write", "*.data"), (step_with_activations, "read", "*.data"),
     (optimizer_step, "read", "*.data"), (optimizer_step, "write", "*.data"), (training_step, "read", "*.data"),
+    (replay, "read", "*.records"), (replay, "write", "*.records"), (replay, "fsync", "*.records"),
 ]  # fmt: skip
 """Operations, and what hangs of which files. Others are read and written by the calling thread itself, in the system."""
 

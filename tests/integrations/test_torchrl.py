@@ -21,7 +21,7 @@ pytest.importorskip("torchrl", reason="needs torchrl: pip install torchrl==0.14.
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of packages that it imports
-    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
     from torchrl.data import (
         PrioritizedSampler,
         ReplayBuffer,
@@ -178,12 +178,12 @@ def test_a_drive_that_fails_leaves_the_last_commit(direct_disk: FaultyFilesystem
         fill(storage, 300, 337)
         storage.commit()
     assert caught.value.errno == errno.EIO
-    check(every(storage), ring(300 if operation == "write" else 337))
     if operation == "fsync":
-        with pytest.raises(ValueError, match="open the storage again"):
+        with pytest.raises(ValueError, match="closed"):
             fill(storage, 337, 338)
         storage.close()
     else:
+        check(every(storage), ring(300 if operation == "write" else 337))
         fill(storage, 300, 400)
         storage.close()
     with NVMeStorage(SIZE, direct_disk / "replay") as again:
@@ -209,11 +209,12 @@ def test_a_dump_that_cannot_be_loaded_leaves_an_empty_storage(direct_disk: Fault
     with NVMeStorage(SIZE, direct_disk / "replay") as storage:
         fill(storage, 0, 50)
         storage.dumps(direct_disk / "dump")
-        direct_disk.fail("fsync", name=RECORDS)
+        direct_disk.fail("fsync", skip=1, name=RECORDS)  # the first is that of its own file
         with pytest.raises(OSError, match=RECORDS):
             storage.loads(direct_disk / "dump")
         direct_disk.heal()
-        assert len(storage) == 0
+        with pytest.raises(RuntimeError, match="non-initialized"):
+            every(storage)
         storage.commit()
         assert not (direct_disk / "replay" / STATE).exists()
         storage.loads(direct_disk / "dump")
@@ -338,20 +339,38 @@ def test_several_dimensions_are_rows_of_transitions(opened: Open) -> None:
     assert set(buffer.sample()["number"].tolist()) <= set(numbers[:, 35:].flatten().tolist())
     buffer._storage[0, 2:4] = TensorDict({"number": torch.tensor([-1, -2])}, [2])
     assert buffer._storage[0, 2:4]["number"].tolist() == [-1, -2]
-    with pytest.raises(AttributeError, match=r"storage\[index\] = "):  # torchrl goes through all transitions
+    with pytest.raises(NotImplementedError, match=r"storage\[index\] = "):  # torchrl turns all transitions around
         buffer[0, 3:5]
-    with pytest.raises(AttributeError, match=r"storage\[index\] = "):
+    with pytest.raises(NotImplementedError, match=r"storage\[index\] = "):
         buffer[0, 3:5] = TensorDict({"number": numbers[0, 3:5]}, [2])
     buffer._storage.close()
     again = opened(100, ndim=2)
     assert again.get((torch.tensor([0, 0]), torch.tensor([2, 3])))["number"].tolist() == [-1, -2]
 
 
+def test_one_transition_is_read_and_written(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    storage[3] = transitions(100, 1)[0]
+    found = storage[3]
+    assert found.batch_size == torch.Size([])
+    assert found["next", "reward"].item() == 100.0
+    assert len(storage) == 10
+
+
+def test_further_keys_are_ignored(opened: Open) -> None:
+    storage = opened()
+    fill(storage, 0, 10)
+    storage.set(range(10, 20), transitions(10, 10).set("index", torch.arange(10)))
+    check(every(storage), ring(20))
+    assert "index" not in storage[0]
+
+
 def test_nested_batch_sizes_and_tensors_of_all_kinds_come_back(opened: Open) -> None:
     data = TensorDict(
         {
             "agents": TensorDict({"action": torch.randn(5, 3, 2)}, [5, 3]),
-            "empty": TensorDict({}, [5]),
+            "next": TensorDict({"agents": TensorDict({"done": torch.zeros(5, 3, 1).bool()}, [5, 3, 1])}, [5]),
             "nothing": torch.zeros(5, 0),
             "bfloat16": torch.randn(5, 7).bfloat16(),
             "complex": torch.randn(5, dtype=torch.complex128),
@@ -364,7 +383,8 @@ def test_nested_batch_sizes_and_tensors_of_all_kinds_come_back(opened: Open) -> 
     storage.close()
     found = opened().get(torch.tensor([4, 0]))
     assert found["agents"].batch_size == (2, 3)
-    assert found["empty"].batch_size == (2,)
+    assert found["next"].batch_size == (2,)
+    assert found["next", "agents"].batch_size == (2, 3, 1)
     assert bool((found == data[torch.tensor([4, 0])]).all())
     assert found["nothing"].shape == (2, 0)
 
@@ -378,15 +398,15 @@ def test_nested_batch_sizes_and_tensors_of_all_kinds_come_back(opened: Open) -> 
         lambda buffer: buffer.set_at_("episode", torch.tensor([7, 8]), torch.tensor([1, 2])),
         lambda buffer: buffer.set_("episode", torch.arange(10)),
         lambda buffer: buffer.update_({"episode": torch.arange(10)}),
-        lambda buffer: buffer.__setitem__("episode", torch.arange(10)),
-        lambda buffer: buffer[:].zero_(),
     ],
 )
 def test_a_change_of_one_tensor_is_refused(opened: Open, change: Callable[[Any], object]) -> None:
     buffer = TensorDictReplayBuffer(storage=opened(), batch_size=8)
     buffer.extend(transitions(0, 10))
-    with pytest.raises(AttributeError, match="assign whole transitions"):
+    with pytest.raises(NotImplementedError, match="assign whole transitions"):
         change(buffer)
+    with pytest.raises(TypeError, match="stores TensorDicts"):
+        buffer["episode"] = torch.arange(10)
     check(every(buffer._storage), ring(10))
 
 
@@ -409,7 +429,7 @@ def test_all_transitions_are_read_when_they_are_used(opened: Open) -> None:
     before = storage._engine.stats().bytes_read
     every_one = storage[:]
     assert every_one.get("absent", 3) == 3
-    assert "_Transitions" in repr(storage)
+    assert "len=100" in repr(storage)
     assert storage._engine.stats().bytes_read == before
     assert torch.equal(every_one["next", "reward"], torch.arange(100).double())
     check(every_one[torch.tensor([3, 97])], torch.tensor([3, 97]))
@@ -451,7 +471,7 @@ def test_dumps_refuse_what_they_cannot_do(opened: Open, drive: Path) -> None:
     with pytest.raises(RuntimeError, match="non-initialized"):
         storage.dumps(drive / "dump")
     for register in (storage.register_save_hook, storage.register_load_hook):
-        with pytest.raises(NotImplementedError, match="hooks"):
+        with pytest.raises(NotImplementedError, match=r"use dumps\(\)"):
             register(lambda data, path=None: data)
 
 
@@ -524,6 +544,8 @@ RAGGED = [TensorDict({"a": torch.zeros(size)}, []) for size in (2, 3)]
         ({"a": torch.zeros(2)}, "got dict"),
         (torch.zeros(2), "got Tensor"),
         (TensorDict({"a": torch.zeros(2), "text": NonTensorData("x", [2])}, [2]), "'text' must be a tensor"),
+        (TensorDict({"next": {"text": NonTensorStack("x", "y")}}, [2]), "'next::text' must be a tensor"),
+        (TensorDict({"a": Transition(torch.zeros(2, 3), batch_size=[2])}, [2]), "'a' must be a tensor"),
     ],
 )
 def test_data_without_a_fixed_size_is_refused(opened: Open, data: Any, words: str) -> None:
@@ -542,17 +564,17 @@ def test_transitions_of_different_shapes_are_refused(opened: Open, data: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("layout", "words"), [(torch.strided, "no fixed size"), (torch.jagged, "dense")])
-def test_nested_tensors_are_refused(opened: Open, layout: torch.layout, words: str) -> None:
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(opened: Open, layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(TypeError, match="a nested one"):
         opened().set(torch.arange(2), TensorDict({"a": nested}, [2]))
 
 
 def test_transitions_that_differ_are_refused(opened: Open) -> None:
     storage = opened()
     fill(storage, 0, 10)
-    with pytest.raises(ValueError, match=r"got \{'pixels'"):
+    with pytest.raises(ValueError, match=r"'next::reward': \(1,\).* got TensorDict"):
         storage.set([0], transitions(0, 1).select("pixels"))
     with pytest.raises(ValueError, match=r"shapes .*\(1, 5000\)"):
         storage.set([0], transitions(0, 1, pixels=4999))
@@ -578,12 +600,6 @@ def test_slots_between_that_were_never_written_are_not_read(opened: Open) -> Non
 def test_rows_of_too_few_dimensions_are_refused(opened: Open) -> None:
     with pytest.raises(ValueError, match="rows of 1"):
         opened(ndim=2).set(0, TensorDict({"number": torch.tensor(1)}, []))
-
-
-@pytest.mark.parametrize("option", [{"size": 0}, {"ndim": 0}, {"commit_every": 0}, {"memory_budget": "1MiB"}])
-def test_options_out_of_range_are_refused(opened: Open, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be at least"):
-        opened(**option)
 
 
 def test_another_size_is_refused(opened: Open) -> None:
@@ -634,7 +650,7 @@ def test_an_empty_storage_has_nothing_to_get(opened: Open) -> None:
 
 
 def test_a_storage_is_not_sent_to_other_processes(opened: Open) -> None:
-    with pytest.raises(TypeError, match="another process"):
+    with pytest.raises(NotImplementedError, match=r"use dumps\(\)"):
         pickle.dumps(opened())
 
 

@@ -20,7 +20,7 @@ Table.create({path!r}, 100, 4, torch.float32, values=lambda begin, end: torch.ze
 """
 
 
-@pytest.mark.parametrize("where", ["preallocate", "sync_directory", "save_manifest"])
+@pytest.mark.parametrize("where", ["reserve", "sync_directory", "save_manifest"])
 def test_rows_that_a_killed_process_has_left_are_to_be_removed(where: str, interpreters: Interpreters, drive: Path) -> None:
     path = drive / "table"
     ended = interpreters.run(_KILLED.format(where=where, path=str(path)))

@@ -16,7 +16,7 @@ from deepnvme.memory.alignment import PAGE
 from deepnvme.memory.pool import BufferPool
 from deepnvme.memory.tensor_bytes import memory_of
 from deepnvme.transfer.gather import CHUNK
-from deepnvme.transfer.scatter import read_ahead, runs
+from deepnvme.transfer.scatter import runs, transfer_ahead
 
 from ..support.memory import pattern
 
@@ -55,7 +55,7 @@ def test_ranges_come_in_order_with_their_bytes(drive: Path, engine: Engine, budg
     ranges = [(at, 1000) for at in range(0, len(data) - 1000, 500_000)]
     seen = []
     with engine.open(drive / "file", "r") as file:
-        for (at, nbytes), chunk in read_ahead(ranges, lambda each, chunk: engine.read(chunk[: each[1]], file, each[0]), pool):
+        for (at, nbytes), chunk in transfer_ahead(ranges, lambda each, chunk: engine.read(chunk[: each[1]], file, each[0]), pool):
             assert memory_of(chunk, 0, nbytes) == data[at : at + nbytes]
             seen.append((at, nbytes))
     assert seen == ranges
@@ -67,7 +67,7 @@ def test_one_who_stops_early_leaves_nothing_under_way(drive: Path, engine: Engin
     (drive / "file").write_bytes(bytes(CHUNK))
     pool = BufferPool(4 * CHUNK)
     with engine.open(drive / "file", "r") as file:
-        ahead = read_ahead(range(10), lambda at, chunk: engine.read(chunk[:PAGE], file, at * PAGE), pool)
+        ahead = transfer_ahead(range(10), lambda at, chunk: engine.read(chunk[:PAGE], file, at * PAGE), pool)
         assert next(ahead)[0] == 0
         ahead.close()
     assert pool.in_use == 0
@@ -77,7 +77,7 @@ def test_an_error_of_the_drive_leaves_nothing_under_way(drive: Path, faulty: Any
     (drive / "file").write_bytes(bytes(CHUNK))
     pool, engine = BufferPool(4 * CHUNK), faulty("threads", error_every=1)
     with engine.open(str(drive / "file"), "r") as file, pytest.raises(OSError, match="read") as failed:
-        list(read_ahead(range(10), lambda at, chunk: engine.read(chunk[:PAGE], file, at * PAGE), pool))
+        list(transfer_ahead(range(10), lambda at, chunk: engine.read(chunk[:PAGE], file, at * PAGE), pool))
     assert failed.value.errno == errno.EIO
     del failed
     assert pool.in_use == 0
