@@ -18,9 +18,11 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.tables.opening import find_layout
 from deepnvme.telemetry.descriptions import path_list, representation
 
-from .layouts import Empty, Layout, SampleUnreadable, StridedLayout, TarLayout
+from .layouts import Empty, Layout, SampleUnreadable, ScannedLayout, StridedLayout, tar_places, tar_sample
+from .mds import INDEX_NAME, MDSLayout
 from .reading import BatchRead, SampleReader, Skipped
 from .sample_files import MANIFEST_NAME, WrittenLayout, load_manifest
+from .tfrecord import record_places
 
 OnError = Literal["raise", "skip"]
 
@@ -135,11 +137,13 @@ class SampleDataset(StoredSamples):
     | directory of `SampleWriter` | a dict by column: bytes, str, tensors |
     | `.npy`, `.safetensors` | a row of the tensor: a tensor |
     | `.tar` of WebDataset | a dict: `"__key__"`, and bytes by extension |
+    | `.tfrecord` | bytes |
+    | directory of MosaicML streaming, or of `save_to_disk`; `.arrow` | a dict by column: bytes, str, tensors |
 
     Tensors may be views of memory that all samples of a batch share, and keep it alive.
 
     Args:
-        path: File or directory; or a list of tar files, whose samples follow one another.
+        path: File or directory; or a list of tar, TFRecord or Arrow files, whose samples follow one another.
         name: Name of the tensor, in a safetensors file with several.
         errors: "raise", or "skip" to leave unreadable samples out of batches, and count them in :attr:`skipped`.
         aio_config: Settings of the engine; None for the profile of the drive.
@@ -147,7 +151,9 @@ class SampleDataset(StoredSamples):
     Raises:
         FileNotFoundError: If there is no such file or directory.
         OSError: If a header, an index or a manifest is damaged (``CorruptSamples``, ``CorruptTable``) or cannot be read.
-        ValueError: If the format is not one of the table's, or an argument is wrong.
+        ValueError: If the format is not one of the table's, the files are compressed or have columns that cannot be read in
+            place, or an argument is wrong.
+        ImportError: For Arrow files without pyarrow.
     """
 
     def __init__(
@@ -201,13 +207,22 @@ def _open_layout(paths: Sequence[Path], name: str | None) -> Layout:
     if name is not None and suffix != ".safetensors":
         raise ValueError(f"'{path}' has no tensors with names, got name={name!r}")
     if all(each.suffix == ".tar" for each in paths):
-        return TarLayout(paths)
+        return ScannedLayout(paths, tar_places, tar_sample)
+    if all(".tfrecord" in each.name for each in paths):
+        return ScannedLayout(paths, record_places, bytes)
+    if all(each.suffix == ".arrow" or (each / "state.json").exists() for each in paths):
+        from .arrow import ArrowLayout  # imports pyarrow
+
+        return ArrowLayout(paths)
     if len(paths) > 1:
-        raise ValueError(f"a list of paths is for .tar files, got '{path}' and others: merge_samples joins directories")
+        lists = ".tar, .tfrecord and .arrow files"
+        raise ValueError(f"a list of paths is for {lists}, got '{path}' and others: merge_samples joins directories")
     if suffix in (".npy", ".safetensors"):
         rows = find_layout(path, name, None, None, 0)
         shard, values = rows.shards[0], rows.values
         return StridedLayout(shard.path, version, values.dtype, values.shape, shard.base, rows.record_bytes, rows.rows)
     if (path / MANIFEST_NAME).exists():
         return WrittenLayout(path, load_manifest(path))
-    raise ValueError(f"'{path}' is neither a directory of SampleWriter nor a .tar, .npy or .safetensors file")
+    if (path / INDEX_NAME).exists():
+        return MDSLayout(path)
+    raise ValueError(f"'{path}' is neither a directory of samples nor a .tar, .tfrecord, .arrow, .npy or .safetensors file")

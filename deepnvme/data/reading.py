@@ -183,11 +183,11 @@ class BatchRead:
     numbers: torch.Tensor
     places: Places
     missing: torch.Tensor
-    """Whether each sample is beyond the end of its file."""
+    """Whether each range of a sample is beyond the end of its file."""
     runs: torch.Tensor
-    """Which of the engine's reads has each sample."""
+    """Which of the engine's reads has each range."""
     starts: torch.Tensor
-    """First byte of each sample in the memory."""
+    """First byte of each range in the memory."""
     memory: torch.Tensor
     future: Future | None
 
@@ -217,14 +217,16 @@ class BatchRead:
             if starts[index] < ends:
                 shared.add(index)
             ends = max(ends, starts[index] + lengths[index])
-        for index in sound.tolist():
-            data = memory[starts[index] : starts[index] + lengths[index]]
+        for index, number in zip(sound.tolist(), self.numbers[sound].tolist(), strict=True):
+            ranges = range(index * self.layout.ranges, (index + 1) * self.layout.ranges)
+            data = [memory[starts[at] : starts[at] + lengths[at]] for at in ranges]
+            owned = (memoryview(bytearray(each)) if at in shared else each for at, each in zip(ranges, data, strict=True))
             try:
-                sample = self.layout.sample(memoryview(bytearray(data)) if index in shared else data)
-            except ValueError as error:
-                self._report(index, error, skip)
+                sample = self.layout.sample(number, *owned)
+            except (LookupError, RuntimeError, ValueError) as error:
+                self._report(ranges[0], error, skip)
             else:
-                yield int(self.numbers[index]), sample
+                yield number, sample
 
     def stacked(self, empty: Empty, skip: Skipped | None) -> tuple[int, Any]:
         """Wait for the read; return how many samples could be read, and these as a batch. For layouts with ``sample_bytes``.
@@ -237,18 +239,19 @@ class BatchRead:
     def _sound(self, skip: Skipped | None) -> torch.Tensor:
         """Wait for the read, and return the indices of the samples that can be read, or raise the first error."""
         errors = self._errors()
-        for index in sorted(errors):
+        first = {index // self.layout.ranges: index for index in sorted(errors, reverse=True)}
+        for index in sorted(first.values()):
             self._report(index, errors[index], skip)
         whole = torch.ones(len(self.numbers), dtype=torch.bool)
-        whole[list(errors)] = False
+        whole[list(first)] = False
         return whole.nonzero().flatten()
 
     def _errors(self) -> dict[int, Exception]:
-        """Return why samples could not be read, by their indices."""
+        """Return why samples could not be read, by the indices of their ranges."""
         errors: dict[int, Exception] = {}
 
         def add(wrong: torch.Tensor, error: Exception) -> None:
-            """Note an error for the samples where ``wrong`` is true, unless they have one already."""
+            """Note an error for the ranges where ``wrong`` is true, unless they have one already."""
             for index in wrong.nonzero().flatten().tolist():
                 errors.setdefault(index, error)
 
@@ -273,11 +276,11 @@ class BatchRead:
         return errors
 
     def _report(self, index: int, error: Exception, skip: Skipped | None) -> None:
-        """Raise the error of a sample as SampleUnreadable, or pass it to ``skip``."""
+        """Raise the error of a range of a sample as SampleUnreadable, or pass it to ``skip``."""
         file, offset = self.layout.files[int(self.places.files[index])], int(self.places.offsets[index])
         if not isinstance(error, OSError):
             error = OSError(errno.EBADMSG, f"it is damaged: {error}")
-        number = int(self.numbers[index])
+        number = int(self.numbers[index // self.layout.ranges])
         text = f"sample {number}, {int(self.places.nbytes[index])} bytes at offset {offset}: {error.strerror}"
         unreadable = SampleUnreadable(error.errno, text, os.fspath(file))
         unreadable.sample, unreadable.offset = number, offset

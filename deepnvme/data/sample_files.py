@@ -288,9 +288,9 @@ class WrittenLayout(Layout):
             )
         return Places(files, offsets, nbytes, rest >> 32 & _WORD)
 
-    def sample(self, data: memoryview) -> dict[str, Any]:
+    def sample(self, number: int, *data: memoryview) -> dict[str, Any]:
         """Return a sample by column. Tensors are views."""
-        return self._records.unpack(data)
+        return self._records.unpack(*data)
 
     def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> dict[str, torch.Tensor]:
         """Return one tensor for each column, see :func:`stack_ranges`."""
