@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,8 @@ from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.tables.opening import find_layout
 from deepnvme.telemetry.descriptions import path_list, representation
 
-from .layouts import Empty, Layout, SampleUnreadable, StridedLayout, TarLayout
-from .reading import BatchRead, SampleReader, Skipped
+from .layouts import Layout, SampleUnreadable, StridedLayout, TarLayout
+from .reading import BatchRead, SampleReader
 from .sample_files import MANIFEST_NAME, WrittenLayout, load_manifest
 
 OnError = Literal["raise", "skip"]
@@ -51,7 +51,9 @@ class StoredSamples(Dataset[Any]):
             IndexError: If there is no such sample.
             SampleUnreadable: If it cannot be read or is damaged, also with ``errors="skip"``.
         """
-        ((_, sample),) = self.start([number], None).samples(None)
+        read = self.start([number], None)
+        read.skip = None
+        ((_, sample),) = read.samples()
         return sample
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
@@ -64,18 +66,7 @@ class StoredSamples(Dataset[Any]):
             IndexError: If there is no such sample.
             SampleUnreadable: If a sample cannot be read or is damaged. Not with ``errors="skip"``.
         """
-        return [sample for _, sample in self.samples_of(self.start(numbers, buffer_pool()))]
-
-    def samples_of(self, read: BatchRead) -> Iterator[tuple[int, Any]]:
-        """Wait for a read of :meth:`start`, and yield number and sample, for samples as :meth:`__getitems__` returns them."""
-        return read.samples(self._skip)
-
-    def batch_of(self, read: BatchRead, empty: Empty) -> tuple[int, Any]:
-        """Wait for a read of :meth:`start`; return the number of samples and the samples, collated into what ``empty`` returns.
-
-        Only if all samples have the same shapes, see :attr:`stacks`.
-        """
-        return read.stacked(empty, self._skip)
+        return [sample for _, sample in self.start(numbers, buffer_pool()).samples()]
 
     @property
     def stacks(self) -> bool:
@@ -85,22 +76,16 @@ class StoredSamples(Dataset[Any]):
     def start(self, numbers: Sequence[int] | torch.Tensor, pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
         """Start reading samples; return when the reads are submitted. Negative numbers count from the end.
 
-        Raises TypeError and IndexError for a number that is none of a sample, and as :meth:`SampleReader.start`.
+        Raises TypeError, IndexError or OverflowError for a number that is none of a sample, and as :meth:`SampleReader.start`.
         """
         count = len(self._layout)
         if not isinstance(numbers, torch.Tensor):
-            try:
-                numbers = torch.tensor(array("q", map(operator.index, numbers)), dtype=torch.int64)
-            except OverflowError:
-                raise IndexError(f"a number of a sample is too large: the dataset has {count}") from None
+            numbers = torch.tensor(array("q", map(operator.index, numbers)), dtype=torch.int64)
         wrong = numbers[(numbers < -count) | (numbers >= count)]
         if len(wrong):
             raise IndexError(f"there is no sample {int(wrong[0])}: the dataset has {count}")
-        return self._reader_here().start(numbers % max(count, 1), pool, only_leased)
-
-    @property
-    def _skip(self) -> Skipped | None:
-        return self._count_skipped if self._errors == "skip" else None
+        skip = self._count_skipped if self._errors == "skip" else None
+        return self._reader_here().start(numbers % max(count, 1), pool, only_leased, skip)
 
     def _count_skipped(self, error: SampleUnreadable) -> None:
         self.skipped += 1

@@ -18,7 +18,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -180,15 +180,10 @@ def _index_of(path: Path, version: Version) -> array[int]:
 
 def _places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
     """Yield offset and bytes of each sample in an archive. Raises ValueError if it is damaged."""
-    last, begin, end = "", 0, 0
-    for member, key, _, after in _members(file):
-        if key != last and end:
-            yield begin, end - begin
-        if key != last:
-            last, begin = key, member.offset
-        end = after
-    if end:
-        yield begin, end - begin
+    for _, members in groupby(_members(file), key=lambda member: member[1]):
+        found = list(members)
+        begin = found[0][0].offset
+        yield begin, found[-1][3] - begin
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, str, str, int]]:
