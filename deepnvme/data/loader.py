@@ -32,9 +32,8 @@ from deepnvme.telemetry.descriptions import representation, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.report_figures import ReportFigures
 
-from .dataset import StoredSamples
 from .order import EpochSampler
-from .reading import BatchRead
+from .reading import BatchRead, StoredSamples
 
 _LEASED_FROM = 64 << 10
 """Bytes of a collated tensor from which its memory is leased. Smaller ones take less time from the heap."""

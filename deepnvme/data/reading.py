@@ -1,4 +1,4 @@
-"""Reads of batches: samples by number -> ranges of files, one engine call, and samples or errors that name the sample.
+"""Samples by number -> ranges of files, one engine call into memory that the batch owns -> samples, or an error that names one.
 
 A batch takes a fixed number of tensor operations, whatever its size. Python runs for each range that is read, and for each sample
 only if samples have columns of variable length.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils.data import Dataset
 
 from deepnvme.checkpoint.file_io import is_replaced
 from deepnvme.drives.aio_config import AioConfig
@@ -23,8 +26,9 @@ from deepnvme.drives.profiles import engine_for
 from deepnvme.engine import File, Future
 from deepnvme.memory.alignment import padded
 from deepnvme.memory.host import empty_aligned
-from deepnvme.memory.pool import BufferPool, OutOfBuffers
+from deepnvme.memory.pool import BufferPool, OutOfBuffers, buffer_pool
 from deepnvme.memory.tensor_bytes import crc32_mismatches, memory_of
+from deepnvme.telemetry.descriptions import path_list, representation
 
 from .layouts import CorruptSamples, Empty, Layout, Places, SampleUnreadable, containing, distinct
 
@@ -39,6 +43,7 @@ _CACHE_LINE = 64
 _INDEX_BYTES = 32 << 20
 """Most bytes of indexes that are kept in memory: of 2 million samples. Entries of other indexes are read for each batch."""
 
+OnError = Literal["raise", "skip"]
 Skipped = Callable[[SampleUnreadable], object]
 
 
@@ -68,98 +73,6 @@ def group_runs(places: Places, sector: int) -> Runs:
     return Runs(begins, (ends[last] + sector - 1) // sector * sector, first, apart[:-1].cumsum(0) - 1)
 
 
-class SampleReader:
-    """The engine and the open files of a layout, in one process. Thread-safe.
-
-    Args:
-        layout: Where the samples are.
-        aio_config: Settings of the engine; None for the profile of the drive.
-    """
-
-    def __init__(self, layout: Layout, aio_config: AioConfig | None) -> None:
-        self.layout = layout
-        self.process = os.getpid()
-        directories = {path.parent for path in layout.files} or ["."]
-        self._engine = engine_for(directories, aio_config)
-        self._index_engine = engine_for(directories, aio_config)  # entries of an index do not wait behind samples
-        self._open = lru_cache(_OPEN_FILES)(partial(self._engine.open, whole_sectors=True))  # closed with the last reference
-        self._open_index = lru_cache(_OPEN_FILES)(self._index_engine.open)
-        self._indexes: dict[Path, torch.Tensor] = {}
-
-    def start(self, numbers: torch.Tensor, pool: BufferPool | None, only_leased: bool, skip: Skipped | None) -> BatchRead:
-        """Start reading samples by one call of the engine; return when the reads are submitted. Blocks for an index.
-
-        Args:
-            numbers: Numbers of the samples, int64, each of them valid; the same one may occur several times.
-            pool: Leases the memory. Without it, or if it has no memory free, the system's is used.
-            only_leased: Whether to raise if the pool has no memory free.
-            skip: Called with the error of each sample that is left out; None to raise the first error.
-
-        Raises:
-            OSError: If a file cannot be opened, or an index cannot be read or is damaged.
-            OutOfBuffers: If the pool has no memory free, and only leased memory is wanted.
-        """
-        places = self.layout.places(numbers, self._records)
-        used = distinct(places.files)
-        files = self._opened(used)
-        file_of = containing(places.files, torch.tensor(used, dtype=torch.int64)) - 1
-        sizes = torch.tensor([file.size() for file in files], dtype=torch.int64)[file_of]
-        sector = max((file.sector_size for file in files), default=1)
-        begins, ends, first, run = group_runs(places, sector)
-        ends = ends.minimum(sizes[first])  # the last sector of a file may be a part of one; or the file was cut off
-        begins = begins.minimum(ends)
-        unit = max(sector, _CACHE_LINE)
-        spans = (ends - begins + unit - 1) // unit * unit
-        starts = spans.cumsum(0) - spans
-        memory = _memory(int(spans.sum()), pool, only_leased)
-        tensors = list(memory.split_with_sizes(spans.tolist()))
-        for index in (ends - begins != spans).nonzero().flatten().tolist():
-            tensors[index] = tensors[index][: int(ends[index] - begins[index])]
-        sources = files[0] if len(files) == 1 else [files[number] for number in file_of[first].tolist()]
-        future = self._engine.read_many(tensors, sources, begins.tolist())
-        missing = places.offsets + places.nbytes > sizes
-        in_memory = (starts - begins)[run] + places.offsets
-        return BatchRead(self.layout, numbers, places, missing, run, in_memory, memory, future, skip)
-
-    def _records(self, path: Path, numbers: torch.Tensor, words: int) -> torch.Tensor:
-        """Read records of an index. Blocks. Raises OSError; CorruptSamples if the index ends before one of them."""
-        file, index = self._open_index(path), self._indexes.get(path)
-        count = file.size() // (8 * words)
-        if len(missing := numbers[numbers >= count]):
-            raise CorruptSamples(path, f"it ends before its entry {int(missing[0])}")
-        if index is None and file.size() + sum(each.nbytes for each in self._indexes.values()) <= _INDEX_BYTES:
-            index = torch.empty((count, words), dtype=torch.int64)
-            self._index_engine.read(index, file).result()
-            self._indexes[path] = index
-        if index is not None:
-            return index[numbers]
-        found = torch.empty((len(numbers), words), dtype=torch.int64)
-        self._index_engine.gather(file, numbers, found).result()
-        return found
-
-    def _opened(self, numbers: list[int]) -> list[File]:
-        """Return files by their numbers in the layout."""
-        with contextlib.suppress(OSError):
-            return [self._open(self.layout.files[number]) for number in numbers]
-        self._open.cache_clear()  # closes files that no batch in progress needs, if the process may open no more
-        try:
-            return [self._open(self.layout.files[number]) for number in numbers]
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                error.strerror = f"the samples are in {len(numbers)} files, which exceeds the limit of open files (ulimit -n)"
-            raise
-
-
-def _memory(nbytes: int, pool: BufferPool | None, only_leased: bool) -> torch.Tensor:
-    """Return memory for a batch, aligned to pages. It belongs to the tensors over it."""
-    step = max(1 << max(nbytes.bit_length() - 4, 0), 4096)  # batches differ by some percent: sizes that occur again
-    lease = None if pool is None else pool.try_lease(padded(nbytes, step))
-    if lease is None and only_leased:
-        raise OutOfBuffers(f"a batch needs {nbytes} bytes")
-    # the lease ends at once, its memory is lent until no view is left
-    return (empty_aligned(padded(nbytes)) if lease is None else lease.buffer)[:nbytes]
-
-
 @dataclass(eq=False)
 class BatchRead:
     """A read of a batch in progress."""
@@ -167,8 +80,6 @@ class BatchRead:
     layout: Layout
     numbers: torch.Tensor
     places: Places
-    missing: torch.Tensor
-    """Whether each sample is beyond the end of its file."""
     runs: torch.Tensor
     """Which of the engine's reads has each sample."""
     starts: torch.Tensor
@@ -211,19 +122,13 @@ class BatchRead:
         """Wait for the read, and return the indices of the samples that could be read. Raises or skips errors of the others."""
         failed, places, layout = self.future.exception(), self.places, self.layout
         errors: dict[int, Exception] = {}
-
-        def add(wrong: torch.Tensor, error: Exception) -> None:
-            """Note an error for the samples where ``wrong`` is true, unless they have one already."""
-            errors.update(dict.fromkeys(wrong.nonzero().flatten().tolist(), error) | errors)
-
+        if failed is not None:
+            runs = torch.tensor(getattr(failed, "indices", distinct(self.runs)))
+            errors |= dict.fromkeys(torch.isin(self.runs, runs).nonzero().flatten().tolist(), failed)
         for file in distinct(places.files) if layout.versions else []:
             if is_replaced(layout.files[file], layout.versions[file]):
-                changed = "the file was changed since it was opened: open the dataset again"
-                add(places.files == file, OSError(errno.ESTALE, changed))
-        if failed is not None:
-            runs = getattr(failed, "indices", distinct(self.runs))
-            add(torch.isin(self.runs, torch.tensor(runs)), failed)
-        add(self.missing, OSError(errno.EBADMSG, "the file ends before it"))
+                changed = OSError(errno.ESTALE, "the file was changed since it was opened: open the dataset again")
+                errors |= dict.fromkeys((places.files == file).nonzero().flatten().tolist(), changed)
         if places.checksums is not None:
             lengths = places.nbytes.clone()
             lengths[list(errors)] = 0
@@ -254,3 +159,164 @@ def _unstacked(stacked: Any) -> list[Any]:
     if isinstance(stacked, torch.Tensor):
         return list(stacked.unbind())
     return [dict(zip(stacked, row, strict=True)) for row in zip(*(column.unbind() for column in stacked.values()), strict=True)]
+
+
+def _memory(nbytes: int, pool: BufferPool | None, only_leased: bool) -> torch.Tensor:
+    """Return memory for a batch, aligned to pages. It belongs to the tensors over it."""
+    step = max(1 << max(nbytes.bit_length() - 4, 0), 4096)  # batches differ by some percent: sizes that occur again
+    lease = None if pool is None else pool.try_lease(padded(nbytes, step))
+    if lease is None and only_leased:
+        raise OutOfBuffers(f"a batch needs {nbytes} bytes")
+    # the lease ends at once, its memory is lent until no view is left
+    return (empty_aligned(padded(nbytes)) if lease is None else lease.buffer)[:nbytes]
+
+
+class _OpenFiles:
+    """The engine of a dataset, and the files that it has opened, in one process. Thread-safe."""
+
+    def __init__(self, layout: Layout, aio_config: AioConfig | None) -> None:
+        self.process = os.getpid()
+        directories = {path.parent for path in layout.files} or ["."]
+        self.engine = engine_for(directories, aio_config)
+        self._index_engine = engine_for(directories, aio_config)  # entries of an index do not wait behind samples
+        self._open = lru_cache(_OPEN_FILES)(partial(self.engine.open, whole_sectors=True))  # closed with the last reference
+        self._open_index = lru_cache(_OPEN_FILES)(self._index_engine.open)
+        self._indexes: dict[Path, torch.Tensor] = {}
+
+    def opened(self, paths: list[Path]) -> list[File]:
+        """Return open files. Raises OSError."""
+        with contextlib.suppress(OSError):
+            return [self._open(path) for path in paths]
+        self._open.cache_clear()  # closes files that no batch in progress needs, if the process may open no more
+        try:
+            return [self._open(path) for path in paths]
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                error.strerror = f"the samples are in {len(paths)} files, which exceeds the limit of open files (ulimit -n)"
+            raise
+
+    def records(self, path: Path, numbers: torch.Tensor, words: int) -> torch.Tensor:
+        """Return records of an index. Blocks. Raises OSError; CorruptSamples if the index ends before one of them."""
+        file, kept = self._open_index(path), self._indexes.get(path)
+        count = file.size() // (8 * words)
+        if len(missing := numbers[numbers >= count]):
+            raise CorruptSamples(path, f"it ends before its entry {int(missing[0])}")
+        if kept is None and file.size() + sum(each.nbytes for each in self._indexes.values()) <= _INDEX_BYTES:
+            kept = torch.empty((count, words), dtype=torch.int64)
+            self._index_engine.read(kept, file).result()
+            self._indexes[path] = kept
+        if kept is not None:
+            return kept[numbers]
+        found = torch.empty((len(numbers), words), dtype=torch.int64)
+        self._index_engine.gather(file, numbers, found).result()
+        return found
+
+
+class StoredSamples(Dataset[Any]):
+    """Samples of a layout, read by number.
+
+    Usable in threads, in forked children, and pickled: a worker of torch's DataLoader opens the files again when it first reads.
+    """
+
+    _files: _OpenFiles | None = None
+
+    def __init__(self, layout: Layout, errors: OnError, aio_config: AioConfig | None) -> None:
+        if errors not in ("raise", "skip"):
+            raise ValueError(f'errors must be "raise" or "skip", got {errors!r}')
+        self._layout, self._errors, self._config = layout, errors, aio_config
+        self.skipped = 0
+        """Number of unreadable samples that were left out so far, in this process, with ``errors="skip"``."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._layout)
+
+    def __getitem__(self, number: int) -> Any:
+        """Read one sample. Blocks.
+
+        Raises:
+            IndexError: If there is no such sample.
+            SampleUnreadable: If it cannot be read or is damaged, also with ``errors="skip"``.
+        """
+        read = self.start([number], None)
+        read.skip = None
+        ((_, sample),) = read.samples()
+        return sample
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Read several samples by one call of the engine. Blocks.
+
+        Returns:
+            The samples in the order of ``numbers``; with ``errors="skip"``, without those that could not be read.
+
+        Raises:
+            IndexError: If there is no such sample.
+            SampleUnreadable: If a sample cannot be read or is damaged. Not with ``errors="skip"``.
+        """
+        return [sample for _, sample in self.start(numbers, buffer_pool()).samples()]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether all samples have the same columns, dtypes and shapes."""
+        return self._layout.sample_bytes is not None
+
+    def start(self, numbers: Sequence[int] | torch.Tensor, pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
+        """Start reading samples by one call of the engine; return when the reads are submitted. Blocks for an index.
+
+        Args:
+            numbers: Numbers of the samples; the same one may occur several times. Negative ones count from the end.
+            pool: Leases the memory. Without it, or if it has no memory free, the system's is used.
+            only_leased: Whether to raise if the pool has no memory free.
+
+        Raises:
+            TypeError, IndexError, OverflowError: If a number is none of a sample.
+            OSError: If a file cannot be opened, or an index cannot be read or is damaged.
+            OutOfBuffers: If the pool has no memory free, and only leased memory is wanted.
+        """
+        layout, count = self._layout, len(self)
+        if not isinstance(numbers, torch.Tensor):
+            numbers = torch.tensor(array("q", map(operator.index, numbers)), dtype=torch.int64)
+        wrong = numbers[(numbers < -count) | (numbers >= count)]
+        if len(wrong):
+            raise IndexError(f"there is no sample {int(wrong[0])}: the dataset has {count}")
+        numbers, here = numbers % max(count, 1), self._files_here()
+        places = layout.places(numbers, here.records)
+        used = distinct(places.files)
+        files = here.opened([layout.files[number] for number in used])
+        file_of = containing(places.files, torch.tensor(used, dtype=torch.int64)) - 1
+        sizes = torch.tensor([file.size() for file in files], dtype=torch.int64)[file_of]
+        sector = max((file.sector_size for file in files), default=1)
+        begins, ends, first, run = group_runs(places, sector)
+        unit = max(sector, _CACHE_LINE)
+        spans = (ends - begins + unit - 1) // unit * unit
+        starts = (spans.cumsum(0) - spans - begins)[run] + places.offsets
+        memory = _memory(int(spans.sum()), pool, only_leased)
+        tensors = list(memory.split_with_sizes(spans.tolist()))
+        ends = ends.minimum(sizes[first])  # the last sector of a file may be a part of one; or the file was cut off
+        begins = begins.minimum(ends)
+        for index in (ends - begins != spans).nonzero().flatten().tolist():
+            tensors[index], beyond = tensors[index].tensor_split([int(ends[index] - begins[index])])
+            beyond.zero_()  # no bytes of an earlier batch, which would pass for those that were cut off
+        sources = files[0] if len(files) == 1 else [files[number] for number in file_of[first].tolist()]
+        future = here.engine.read_many(tensors, sources, begins.tolist())
+        skip = self._count_skipped if self._errors == "skip" else None
+        return BatchRead(layout, numbers, places, run, starts, memory, future, skip)
+
+    def _count_skipped(self, error: SampleUnreadable) -> None:
+        self.skipped += 1
+
+    def _files_here(self) -> _OpenFiles:
+        """Return this process's open files, and begin to open them on first use."""
+        if self._files is None or self._files.process != os.getpid():
+            self._files = _OpenFiles(self._layout, self._config)
+        return self._files
+
+    def close(self) -> None:
+        """Close the files once the reads in flight have ended. They are opened again if the dataset is used again. Idempotent."""
+        self._files = None  # the engine and its files close with their last reference
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_files"}
+
+    def __repr__(self) -> str:
+        return representation(self, lambda: path_list(self._layout.files[:1]), lambda: f"{len(self)} samples")

@@ -371,12 +371,12 @@ def test_samples_that_the_drive_cannot_read_are_named(write: Write) -> None:
             numbers.append(number)
             end = offset + nbytes
     assert len(numbers) > 5
-    reader = dataset._reader_here()
-    reader._engine = Failing(reader._engine, [1])  # type: ignore[assignment]
+    reader = dataset._files_here()
+    reader.engine = Failing(reader.engine, [1])  # type: ignore[assignment]
     assert [int(each["label"]) for each in dataset.__getitems__(numbers)] == [numbers[0], *numbers[2:]]
     strict = SampleDataset(dataset._layout.files[0].parent)
-    reader = strict._reader_here()
-    reader._engine = Failing(reader._engine, [1])  # type: ignore[assignment]
+    reader = strict._files_here()
+    reader.engine = Failing(reader.engine, [1])  # type: ignore[assignment]
     with pytest.raises(SampleUnreadable, match=f"sample {numbers[1]}, .*Input/output error") as raised:
         strict.__getitems__(numbers)
     assert raised.value.errno == errno.EIO
