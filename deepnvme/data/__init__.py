@@ -13,8 +13,8 @@ ahead of the training step.
 | `sample_files.py` | the format of `SampleWriter`: records, manifest, index, data files (docs/formats.md) |
 | `mds.py`, `arrow.py`, `tfrecord.py` | files of MosaicML streaming, Hugging Face datasets and TensorFlow, in place |
 | `writer.py` | `SampleWriter`: append, commit, merge |
-| `reading.py` | a batch of numbers -> ranges of files, one engine call -> samples, or an error that names the sample |
-| `dataset.py` | `SampleDataset`, `TokenDataset`: which layout a path has; a dataset as torch has it |
+| `reading.py` | `StoredSamples`: numbers -> ranges of files, one engine call -> samples, or an error that names the sample |
+| `dataset.py` | `SampleDataset`, `TokenDataset`: which layout a path has |
 | `loader.py` | `DataLoader`: reads ahead in the sampler's order, decodes in threads, collates, resumes |
 
 **Invariants.**

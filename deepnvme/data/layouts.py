@@ -18,7 +18,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -37,7 +37,10 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Places(NamedTuple):
-    """Where samples are: int64 tensors with an element for each range of each sample, sample after sample."""
+    """Where samples are: int64 tensors with an element for each sample.
+
+    If a sample has several ranges, the second ones of all samples follow the first ones of all samples, and so on.
+    """
 
     files: torch.Tensor
     """Number of the file."""
@@ -85,8 +88,6 @@ class Layout(ABC):
     """Files that hold the samples."""
     versions: Sequence[Version] = ()
     """Version of each file, which must not change. Empty for files that may grow."""
-    ranges: int = 1
-    """Ranges of files that each sample has. They may be in several places."""
     sample_bytes: int | None = None
     """Bytes of each sample if all have the same columns and shapes. Then samples are stacked, otherwise decoded one by one."""
 
@@ -154,7 +155,6 @@ class OffsetsLayout(Layout):
         self._block_files = torch.tensor([number for number, _ in found])
         self._offsets = torch.cat([block for _, block in found], 1)
         self._ends = torch.tensor([block.shape[1] - 1 for _, block in found]).cumsum(0)
-        self.ranges = len(self._offsets)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -163,9 +163,8 @@ class OffsetsLayout(Layout):
         """Return where samples are. Never blocks."""
         blocks = containing(numbers, self._ends)
         at = numbers + blocks  # each block has one more offset than samples
-        begins = self._offsets[:, at]
-        files = self._block_files[blocks].expand_as(begins)
-        return Places(*(each.T.flatten() for each in (files, begins, self._offsets[:, at + 1] - begins)))
+        begins, ends = self._offsets[:, at], self._offsets[:, at + 1]
+        return Places(self._block_files[blocks].repeat(len(begins)), begins.flatten(), (ends - begins).flatten())
 
 
 _KIND = ("deepnvme index of samples", 1)
@@ -234,15 +233,10 @@ def tar_sample(data: memoryview) -> dict[str, Any]:
 
 def tar_places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
     """Yield offset and bytes of each sample in an archive, headers included. Raises ValueError if it is damaged."""
-    last, begin, end = "", 0, 0
-    for member, key, _, after in _members(file):
-        if key != last and end:
-            yield begin, end - begin
-        if key != last:
-            last, begin = key, member.offset
-        end = after
-    if end:
-        yield begin, end - begin
+    for _, members in groupby(_members(file), key=lambda member: member[1]):
+        found = list(members)
+        begin = found[0][0].offset
+        yield begin, found[-1][3] - begin
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, str, str, int]]:
