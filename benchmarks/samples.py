@@ -1,5 +1,6 @@
 """Samples in random order from a drive: ``deepnvme.data``, against ``os.preadv`` in 16 threads, torch's DataLoader and np.memmap;
-and against spdl, Lance, ArrayRecord, Grain and WebDataset, those of them that are installed.
+and against spdl, Lance, ArrayRecord, Grain, WebDataset, LitData, MosaicML and Hugging Face datasets, those of them that are
+installed.
 
     python benchmarks/samples.py --dir /mnt/nvme --json samples.json
 

@@ -1,20 +1,23 @@
 """Other packages that read samples in random order, each in its own format. Those that are not installed are left out.
 
 A reader yields batches as tensors of uint8. The order is what the package offers: WebDataset shuffles shards and a buffer of 1000
-samples, the others all samples.
+samples, LitData chunks and the samples of each, the others all samples. What this package reads in place is measured on the same
+files.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 
-from deepnvme.data import EpochSampler
+from deepnvme.data import DataLoader, EpochSampler, SampleDataset
 
 THREADS = 16
 AHEAD = 4
@@ -25,7 +28,8 @@ _SHARD = 64 << 20
 class Format(NamedTuple):
     """How a package writes and reads samples."""
 
-    module: str
+    package: str
+    """Name of its distribution."""
     folder: str
     """Name of the directory that has the files."""
     write: Callable[[Path, Iterable[bytes], int], None]
@@ -34,7 +38,7 @@ class Format(NamedTuple):
     @property
     def installed(self) -> bool:
         """Whether the package is there."""
-        return importlib.util.find_spec(self.module) is not None
+        return any(importlib.metadata.distributions(name=self.package))
 
 
 def collated(rows: list[bytes]) -> torch.Tensor:
@@ -111,9 +115,79 @@ def _read_webdataset(directory: Path, batch: int) -> Iterator[torch.Tensor]:
     yield from webdataset.WebLoader(batches, batch_size=None, num_workers=2, prefetch_factor=AHEAD)
 
 
+def _mosaicml() -> Any:
+    """Return MosaicML's package ``streaming``, which has the name of a benchmark here."""
+    before, here = sys.path[:], Path(__file__).parents[1]
+    sys.path[:] = [path for path in before if Path(path).absolute() != here]
+    try:
+        return importlib.import_module("streaming")
+    finally:
+        sys.path[:] = before
+
+
+def _write_mds(directory: Path, samples: Iterable[bytes], size: int) -> None:
+    with _mosaicml().MDSWriter(out=str(directory), columns={"image": "bytes"}, size_limit=_SHARD, exist_ok=True) as writer:
+        for sample in samples:
+            writer.write({"image": sample})
+
+
+def _images(rows: list[dict[str, bytes]]) -> torch.Tensor:
+    return collated([row["image"] for row in rows])
+
+
+def _read_mosaicml(directory: Path, batch: int) -> Iterator[torch.Tensor]:
+    dataset = _mosaicml().StreamingDataset(local=str(directory), batch_size=batch, shuffle=True, shuffle_algo="naive")
+    yield from TorchLoader(dataset, batch, num_workers=2, prefetch_factor=AHEAD, collate_fn=_images)
+
+
+def _write_litdata(directory: Path, samples: Iterable[bytes], size: int) -> None:
+    from litdata.streaming.cache import Cache
+
+    cache = Cache(str(directory), chunk_bytes=_SHARD)
+    for number, sample in enumerate(samples):
+        cache[number] = sample
+    cache.done()
+    cache.merge()
+
+
+def _read_litdata(directory: Path, batch: int) -> Iterator[torch.Tensor]:
+    import litdata
+
+    dataset = litdata.StreamingDataset(str(directory), shuffle=True, seed=1)
+    yield from litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=2, prefetch_factor=AHEAD, collate_fn=collated)
+
+
+def _write_arrow(directory: Path, samples: Iterable[bytes], size: int) -> None:
+    import datasets
+
+    features = datasets.Features({"image": datasets.Value("binary")})
+    with datasets.arrow_writer.ArrowWriter(path=str(directory / "samples.arrow"), features=features) as writer:
+        for sample in samples:
+            writer.write({"image": sample})
+        writer.finalize()
+
+
+def _read_datasets(directory: Path, batch: int) -> Iterator[torch.Tensor]:
+    import datasets
+
+    dataset = datasets.Dataset.from_file(str(directory / "samples.arrow"))
+    yield from TorchLoader(dataset, batch, shuffle=True, num_workers=2, prefetch_factor=AHEAD, collate_fn=_images)
+
+
+def _read_in_place(directory: Path, batch: int) -> Iterator[torch.Tensor]:
+    path = directory if (directory / "index.json").exists() else directory / "samples.arrow"
+    with DataLoader(SampleDataset(path), batch, shuffle=True, seed=1, prefetch=AHEAD, collate_fn=_images) as loader:
+        yield from loader
+
+
 FORMATS = {
     "ArrayRecord": Format("array_record", "array_record", _write_array_record, _read_array_record),
     "Grain with ArrayRecord": Format("grain", "array_record", _write_array_record, _read_grain),
-    "Lance": Format("lance", "lance", _write_lance, _read_lance),
+    "Lance": Format("pylance", "lance", _write_lance, _read_lance),
     "WebDataset, 2 workers": Format("webdataset", "webdataset", _write_webdataset, _read_webdataset),
+    "LitData, 2 workers": Format("litdata", "litdata", _write_litdata, _read_litdata),
+    "MosaicML, 2 workers": Format("mosaicml-streaming", "mds", _write_mds, _read_mosaicml),
+    "deepnvme on shards of MosaicML": Format("mosaicml-streaming", "mds", _write_mds, _read_in_place),
+    "Hugging Face datasets, 2 workers": Format("datasets", "arrow", _write_arrow, _read_datasets),
+    "deepnvme on files of Hugging Face datasets": Format("datasets", "arrow", _write_arrow, _read_in_place),
 }

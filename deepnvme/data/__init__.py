@@ -11,9 +11,10 @@ ahead of the training step.
 | `order.py` | `EpochSampler`: a permutation in O(1) memory; which samples a rank has in an epoch |
 | `layouts.py` | `Layout`: where the bytes of each sample are, and how they become a sample; formats in place |
 | `sample_files.py` | the format of `SampleWriter`: records, manifest, index, data files (docs/formats.md) |
+| `mds.py`, `arrow.py`, `tfrecord.py` | files of MosaicML streaming, Hugging Face datasets and TensorFlow, in place |
 | `writer.py` | `SampleWriter`: append, commit, merge |
-| `reading.py` | a batch of numbers -> ranges of files, one engine call -> samples, or an error that names the sample |
-| `dataset.py` | `SampleDataset`, `TokenDataset`: which layout a path has; a dataset as torch has it |
+| `reading.py` | `StoredSamples`: numbers -> ranges of files, one engine call -> samples, or an error that names the sample |
+| `dataset.py` | `SampleDataset`, `TokenDataset`: which layout a path has |
 | `loader.py` | `DataLoader`: reads ahead in the sampler's order, decodes in threads, collates, resumes |
 
 **Invariants.**

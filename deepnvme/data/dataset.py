@@ -1,125 +1,22 @@
-"""Map-style datasets whose samples stay on the drive: one engine call for each batch, into memory that the batch owns."""
+"""Map-style datasets whose samples stay on the drive: which layout the files at a path have."""
 
 from __future__ import annotations
 
-import operator
 import os
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset
 
 from deepnvme.checkpoint.file_io import file_version
 from deepnvme.drives.aio_config import AioConfig
-from deepnvme.memory.pool import BufferPool, buffer_pool
 from deepnvme.tables.opening import find_layout
-from deepnvme.telemetry.descriptions import path_list, representation
 
-from .layouts import Empty, Layout, SampleUnreadable, StridedLayout, TarLayout
-from .reading import BatchRead, SampleReader, Skipped
+from .layouts import Layout, ScannedLayout, StridedLayout, tar_places, tar_sample
+from .mds import INDEX_NAME, MDSLayout
+from .reading import OnError, StoredSamples
 from .sample_files import MANIFEST_NAME, WrittenLayout, load_manifest
-
-OnError = Literal["raise", "skip"]
-
-
-class StoredSamples(Dataset[Any]):
-    """Samples of a layout, read by number.
-
-    Usable in threads, in forked children, and pickled: a worker of torch's DataLoader opens the files again when it first reads.
-    """
-
-    _reader: SampleReader | None = None
-
-    def __init__(self, layout: Layout, errors: OnError, aio_config: AioConfig | None) -> None:
-        if errors not in ("raise", "skip"):
-            raise ValueError(f'errors must be "raise" or "skip", got {errors!r}')
-        self._layout, self._errors, self._config = layout, errors, aio_config
-        self.skipped = 0
-        """Number of unreadable samples that were left out so far, in this process, with ``errors="skip"``."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self._layout)
-
-    def __getitem__(self, number: int) -> Any:
-        """Read one sample. Blocks.
-
-        Raises:
-            IndexError: If there is no such sample.
-            SampleUnreadable: If it cannot be read or is damaged, also with ``errors="skip"``.
-        """
-        ((_, sample),) = self.start([number], None).samples(None)
-        return sample
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Read several samples by one call of the engine. Blocks.
-
-        Returns:
-            The samples in the order of ``numbers``; with ``errors="skip"``, without those that could not be read.
-
-        Raises:
-            IndexError: If there is no such sample.
-            SampleUnreadable: If a sample cannot be read or is damaged. Not with ``errors="skip"``.
-        """
-        return [sample for _, sample in self.samples_of(self.start(numbers, buffer_pool()))]
-
-    def samples_of(self, read: BatchRead) -> Iterator[tuple[int, Any]]:
-        """Wait for a read of :meth:`start`, and yield number and sample, for samples as :meth:`__getitems__` returns them."""
-        return read.samples(self._skip)
-
-    def batch_of(self, read: BatchRead, empty: Empty) -> tuple[int, Any]:
-        """Wait for a read of :meth:`start`; return the number of samples and the samples, collated into what ``empty`` returns.
-
-        Only if all samples have the same shapes, see :attr:`stacks`.
-        """
-        return read.stacked(empty, self._skip)
-
-    @property
-    def stacks(self) -> bool:
-        """Whether all samples have the same columns, dtypes and shapes."""
-        return self._layout.sample_bytes is not None
-
-    def start(self, numbers: Sequence[int] | torch.Tensor, pool: BufferPool | None, only_leased: bool = False) -> BatchRead:
-        """Start reading samples; return when the reads are submitted. Negative numbers count from the end.
-
-        Raises TypeError and IndexError for a number that is none of a sample, and as :meth:`SampleReader.start`.
-        """
-        count = len(self._layout)
-        if not isinstance(numbers, torch.Tensor):
-            try:
-                numbers = torch.tensor(array("q", map(operator.index, numbers)), dtype=torch.int64)
-            except OverflowError:
-                raise IndexError(f"a number of a sample is too large: the dataset has {count}") from None
-        wrong = numbers[(numbers < -count) | (numbers >= count)]
-        if len(wrong):
-            raise IndexError(f"there is no sample {int(wrong[0])}: the dataset has {count}")
-        return self._reader_here().start(numbers % max(count, 1), pool, only_leased)
-
-    @property
-    def _skip(self) -> Skipped | None:
-        return self._count_skipped if self._errors == "skip" else None
-
-    def _count_skipped(self, error: SampleUnreadable) -> None:
-        self.skipped += 1
-
-    def _reader_here(self) -> SampleReader:
-        """Return this process's reader, and make one on first use."""
-        if self._reader is None or self._reader.process != os.getpid():
-            self._reader = SampleReader(self._layout, self._config)
-        return self._reader
-
-    def close(self) -> None:
-        """Close the files once the reads in flight have ended. They are opened again if the dataset is used again. Idempotent."""
-        self._reader = None  # the engine and its files close with their last reference
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_reader"}
-
-    def __repr__(self) -> str:
-        return representation(self, lambda: path_list(self._layout.files[:1]), lambda: f"{len(self)} samples")
+from .tfrecord import record_places
 
 
 class SampleDataset(StoredSamples):
@@ -135,11 +32,13 @@ class SampleDataset(StoredSamples):
     | directory of `SampleWriter` | a dict by column: bytes, str, tensors |
     | `.npy`, `.safetensors` | a row of the tensor: a tensor |
     | `.tar` of WebDataset | a dict: `"__key__"`, and bytes by extension |
+    | `.tfrecord` | bytes |
+    | directory of MosaicML streaming, or of `save_to_disk`; `.arrow` | a dict by column: bytes, str, tensors |
 
     Tensors may be views of memory that all samples of a batch share, and keep it alive.
 
     Args:
-        path: File or directory; or a list of tar files, whose samples follow one another.
+        path: File or directory; or a list of tar, TFRecord or Arrow files, whose samples follow one another.
         name: Name of the tensor, in a safetensors file with several.
         errors: "raise", or "skip" to leave unreadable samples out of batches, and count them in :attr:`skipped`.
         aio_config: Settings of the engine; None for the profile of the drive.
@@ -147,7 +46,9 @@ class SampleDataset(StoredSamples):
     Raises:
         FileNotFoundError: If there is no such file or directory.
         OSError: If a header, an index or a manifest is damaged (``CorruptSamples``, ``CorruptTable``) or cannot be read.
-        ValueError: If the format is not one of the table's, or an argument is wrong.
+        ValueError: If the format is not one of the table's, the files are compressed or have columns that cannot be read in
+            place, or an argument is wrong.
+        ImportError: For Arrow files without pyarrow.
     """
 
     def __init__(
@@ -201,13 +102,22 @@ def _open_layout(paths: Sequence[Path], name: str | None) -> Layout:
     if name is not None and suffix != ".safetensors":
         raise ValueError(f"'{path}' has no tensors with names, got name={name!r}")
     if all(each.suffix == ".tar" for each in paths):
-        return TarLayout(paths)
+        return ScannedLayout(paths, tar_places, tar_sample)
+    if all(".tfrecord" in each.name for each in paths):
+        return ScannedLayout(paths, record_places, bytes)
+    if all(each.suffix == ".arrow" or (each / "state.json").exists() for each in paths):
+        from .arrow import ArrowLayout  # imports pyarrow
+
+        return ArrowLayout(paths)
     if len(paths) > 1:
-        raise ValueError(f"a list of paths is for .tar files, got '{path}' and others: merge_samples joins directories")
+        lists = ".tar, .tfrecord and .arrow files"
+        raise ValueError(f"a list of paths is for {lists}, got '{path}' and others: merge_samples joins directories")
     if suffix in (".npy", ".safetensors"):
         rows = find_layout(path, name, None, None, 0)
         shard, values = rows.shards[0], rows.values
         return StridedLayout(shard.path, version, values.dtype, values.shape, shard.base, rows.record_bytes, rows.rows)
     if (path / MANIFEST_NAME).exists():
         return WrittenLayout(path, load_manifest(path))
-    raise ValueError(f"'{path}' is neither a directory of SampleWriter nor a .tar, .npy or .safetensors file")
+    if (path / INDEX_NAME).exists():
+        return MDSLayout(path)
+    raise ValueError(f"'{path}' is neither a directory of samples nor a .tar, .tfrecord, .arrow, .npy or .safetensors file")

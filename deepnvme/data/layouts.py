@@ -1,8 +1,8 @@
 """Where the bytes of samples are, and how they become samples: rows of tensors, windows of tokens, and tar files of WebDataset.
 
-In a tar file, consecutive files whose names are equal up to the first dot are one sample. Hidden files are left out. An archive
-is scanned once. Its index is kept in ``$XDG_CACHE_HOME/deepnvme/samples`` (``~/.cache`` without that variable), see
-docs/formats.md.
+Files without an index are scanned once. The index is kept in ``$XDG_CACHE_HOME/deepnvme/samples`` (``~/.cache`` without that
+variable), see docs/formats.md. In a tar file, consecutive files whose names are equal up to the first dot are one sample. Hidden
+files are left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import secrets
 import tarfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -37,7 +37,10 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Places(NamedTuple):
-    """Where samples are: int64 tensors with an element for each sample."""
+    """Where samples are: int64 tensors with an element for each sample.
+
+    If a sample has several ranges, the second ones of all samples follow the first ones of all samples, and so on.
+    """
 
     files: torch.Tensor
     """Number of the file."""
@@ -96,8 +99,11 @@ class Layout(ABC):
     def places(self, numbers: torch.Tensor, records: Records) -> Places:
         """Return where samples are. Blocks for an index at most. Raises OSError if an index cannot be read or is damaged."""
 
-    def sample(self, data: memoryview) -> Any:
-        """Return a sample from its bytes. Tensors may be views of them. Raises ValueError for damaged bytes."""
+    def sample(self, number: int, *data: memoryview) -> Any:
+        """Return a sample from the bytes of its ranges. Tensors may be views of them.
+
+        Raises LookupError, RuntimeError or ValueError for damaged bytes.
+        """
         raise NotImplementedError
 
     def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> Any:
@@ -128,16 +134,58 @@ class StridedLayout(Layout):
         return stack_ranges(memory, starts, self._dtype, self._shape, empty)
 
 
-_KIND = ("deepnvme index of a tar file", 1)
-_MOST_BYTES = 1 << 30
+class OffsetsLayout(Layout):
+    """Samples in blocks that know the offsets of their samples. All offsets are kept in memory, 8 bytes each.
 
+    Args:
+        paths: The files.
+        blocks: Returns the blocks of a file: for each range of a sample, the offset of each sample and the end of the last one.
+            Called with the number of the file and its path.
 
-class TarLayout(Layout):
-    """Samples in tar files. A sample's bytes are those of its members, headers included. Raises CorruptSamples and OSError."""
+    Raises:
+        OSError: As ``blocks``, or if there is no such file.
+        ValueError: If there are no samples.
+    """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], blocks: Callable[[int, Path], Iterable[torch.Tensor]]) -> None:
         self.files, self.versions = list(paths), [file_version(path) for path in paths]
-        indexes = [_index_of(path, version) for path, version in zip(paths, self.versions, strict=True)]
+        found = [(number, block) for number, path in enumerate(paths) for block in blocks(number, path)]
+        if not found:
+            raise ValueError(f"there are no samples in {', '.join(map(str, paths[:1]))}")
+        self._block_files = torch.tensor([number for number, _ in found])
+        self._offsets = torch.cat([block for _, block in found], 1)
+        self._ends = torch.tensor([block.shape[1] - 1 for _, block in found]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def places(self, numbers: torch.Tensor, records: Records) -> Places:
+        """Return where samples are. Never blocks."""
+        blocks = containing(numbers, self._ends)
+        at = numbers + blocks  # each block has one more offset than samples
+        begins, ends = self._offsets[:, at], self._offsets[:, at + 1]
+        return Places(self._block_files[blocks].repeat(len(begins)), begins.flatten(), (ends - begins).flatten())
+
+
+_KIND = ("deepnvme index of samples", 1)
+_MOST_BYTES = 1 << 30
+Scan = Callable[[IO[bytes]], Iterator[tuple[int, int]]]
+"""Yields offset and bytes of each sample in a file. Raises ValueError if the file is damaged."""
+
+
+class ScannedLayout(Layout):
+    """Samples that are found by reading the headers of a file, which happens once. Raises CorruptSamples and OSError.
+
+    Args:
+        paths: The files, whose samples follow one another.
+        scan: Finds the samples of a file.
+        decode: Returns a sample from its bytes.
+    """
+
+    def __init__(self, paths: Sequence[Path], scan: Scan, decode: Callable[[memoryview], Any]) -> None:
+        self._decode = decode
+        self.files, self.versions = list(paths), [file_version(path) for path in paths]
+        indexes = [_index_of(path, version, scan) for path, version in zip(paths, self.versions, strict=True)]
         self._index = torch.tensor([number for index in indexes for number in index], dtype=torch.int64).view(-1, 2)
         self._ends = torch.tensor(list(accumulate(len(index) // 2 for index in indexes)))
 
@@ -148,17 +196,13 @@ class TarLayout(Layout):
         """Return where samples are. Never blocks."""
         return Places(containing(numbers, self._ends), *self._index[numbers].unbind(1))
 
-    def sample(self, data: memoryview) -> dict[str, Any]:
-        """Return a sample: ``"__key__"``, and the bytes of each file by its extension."""
-        sample: dict[str, Any] = {}
-        for member, key, extension, _ in _members(io.BytesIO(data)):
-            sample["__key__"] = key
-            sample[extension] = bytes(data[member.offset_data : member.offset_data + member.size])
-        return sample
+    def sample(self, number: int, *data: memoryview) -> Any:
+        """Return a sample."""
+        return self._decode(*data)
 
 
-def _index_of(path: Path, version: Version) -> array[int]:
-    """Return offset and bytes of each sample. Blocks: the first time, it reads the headers of the archive."""
+def _index_of(path: Path, version: Version, scan: Scan) -> array[int]:
+    """Return offset and bytes of each sample. Blocks: the first time, it scans the file."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "deepnvme", "samples")
     kept = cache / hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -167,7 +211,7 @@ def _index_of(path: Path, version: Version) -> array[int]:
             return array("Q", fields["places"])
     with with_filename(path), open_regular(path) as file:
         try:
-            index = array("Q", (number for place in _places(file) for number in place))
+            index = array("Q", (number for place in scan(file) for number in place))
         except ValueError as error:
             raise CorruptSamples(path, str(error)) from error
     with contextlib.suppress(OSError):  # an index that cannot be kept is made again
@@ -178,17 +222,21 @@ def _index_of(path: Path, version: Version) -> array[int]:
     return index
 
 
-def _places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield offset and bytes of each sample in an archive. Raises ValueError if it is damaged."""
-    last, begin, end = "", 0, 0
-    for member, key, _, after in _members(file):
-        if key != last and end:
-            yield begin, end - begin
-        if key != last:
-            last, begin = key, member.offset
-        end = after
-    if end:
-        yield begin, end - begin
+def tar_sample(data: memoryview) -> dict[str, Any]:
+    """Return a sample of a tar file from its members: ``"__key__"``, and the bytes of each file by its extension."""
+    sample: dict[str, Any] = {}
+    for member, key, extension, _ in _members(io.BytesIO(data)):
+        sample["__key__"] = key
+        sample[extension] = bytes(data[member.offset_data : member.offset_data + member.size])
+    return sample
+
+
+def tar_places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield offset and bytes of each sample in an archive, headers included. Raises ValueError if it is damaged."""
+    for _, members in groupby(_members(file), key=lambda member: member[1]):
+        found = list(members)
+        begin = found[0][0].offset
+        yield begin, found[-1][3] - begin
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, str, str, int]]:

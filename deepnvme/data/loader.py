@@ -1,8 +1,8 @@
 """Batches read ahead in the order of the sampler, decoded by threads, and collated into pinned memory.
 
-A batch is drawn from the order, read and decoded in the queue, and yielded. The position is the epoch, and the number of batches
-that were yielded in it. The batch that was yielded last stays in the queue until the iterator is called again, so that Ctrl-C
-between the two loses no batch. The other batches in the queue are not part of the position: after a resume, they are drawn again.
+A batch is drawn from the order, read and decoded in the queue, and yielded. Its position is the epoch, and its number in it. The
+loader's position is that of the batch to yield next. A batch stays in the queue until the iterator is called with a later
+position, so that Ctrl-C loses no batch. After a resume, what was in the queue is drawn again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from deepnvme._interrupts import defer_interrupts
@@ -31,9 +32,8 @@ from deepnvme.telemetry.descriptions import representation, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.report_figures import ReportFigures
 
-from .dataset import StoredSamples
 from .order import EpochSampler
-from .reading import BatchRead
+from .reading import BatchRead, StoredSamples
 
 _LEASED_FROM = 64 << 10
 """Bytes of a collated tensor from which its memory is leased. Smaller ones take less time from the heap."""
@@ -76,17 +76,8 @@ class LoaderStats(ReportFigures):
         return "drive" if self.seconds_reading > self.seconds_decoding else "decoding"
 
 
-@dataclass(eq=False)
-class _Queued:
-    """A batch in the queue."""
-
-    epoch: int
-    decoding: Future[tuple[Any, LoaderStats]]
-    """The batch, and what it took."""
-    counted: bool = False
-    """Whether the statistics have it. After an interrupt, the same batch is yielded again."""
-    yielded: bool = False
-    """Whether the caller has it. The next call of the iterator removes it."""
+Position = tuple[int, int]
+"""An epoch, and the number of a batch in it."""
 
 
 class DataLoader:
@@ -134,8 +125,9 @@ class DataLoader:
         if sampler is not None and shuffle:
             raise ValueError("sampler excludes shuffle")
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.batch_sampler = batch_sampler
         self.sampler = EpochSampler(dataset, shuffle, seed, drop_last=drop_last) if sampler is None else sampler
+        self._order = self.sampler if batch_sampler is None and isinstance(self.sampler, EpochSampler) else None
+        self.batch_sampler = BatchSampler(self.sampler, batch_size, drop_last) if batch_sampler is None else batch_sampler
         self._transform = transform
         self._stacks = dataset.stacks and transform is None and collate_fn is None
         self._collate = self._collate_pinned if collate_fn is None else collate_fn
@@ -145,130 +137,91 @@ class DataLoader:
         self._process, self._closed = os.getpid(), False
         self._resumes = False  # the next iteration begins at the position, not at the next epoch
         self._iteration: _Iteration | None = None  # that yields batches; None at the end of an epoch
-        self._dropped = 0  # how often the queue was dropped; threads do not decode batches that were in it
         self._began: float | None = None
         self._stats = LoaderStats()
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[tuple[Position, Future[tuple[Any, LoaderStats]]]] = deque()
         self._seek(0, 0)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch. Raises TypeError for a sampler without a length."""
-        if self.batch_sampler is not None:
-            return len(self.batch_sampler)  # type: ignore[arg-type]
-        samples: int = len(self.sampler)  # type: ignore[arg-type]
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
-
-    @property
-    def _own_order(self) -> EpochSampler | None:
-        """The sampler whose order is a function of the epoch; None for another one."""
-        return self.sampler if self.batch_sampler is None and isinstance(self.sampler, EpochSampler) else None
-
-    @property
-    def _position(self) -> int:
-        """Number of batches of the epoch that were yielded."""
-        return self._batch + (bool(self._queue) and self._queue[0].yielded)
+        return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the next epoch, or over what is left after :meth:`load_state_dict`. Earlier iterators end."""
         self._iteration = _Iteration(self)
         return self._iteration
 
-    def _begin(self, iteration: _Iteration) -> None:
-        """Choose the epoch of an iteration. Called with interrupts deferred, by the first call of its iterator.
+    def _begin(self) -> None:
+        """Choose the epoch of an iteration, in the first call of its iterator.
 
         Not before: Lightning and torch's DataLoader allow ``set_epoch`` after ``iter``.
         """
-        own, following = self._own_order, self._epoch + 1
-        epoch = following if self._position and not self._resumes else self._epoch
-        if own is not None and own.epoch != self._epoch:  # set_epoch, as for DistributedSampler
-            epoch = own.epoch
-        self._resumes, iteration.begun = False, True
-        if epoch == self._epoch:
-            return
-        if self._queue and self._queue[0].yielded:
-            self._advance()
-        if epoch == following and self._queue and self._queue[0].epoch == following:  # the queue begins with this epoch
-            self._end_epoch()
-            self._iteration = iteration
-        else:
-            self._seek(epoch, 0)
+        epoch, batch = self._epoch, self._batch
+        if batch and not self._resumes:
+            epoch, batch = epoch + 1, 0
+        if self._order is not None and self._order.epoch != self._epoch:  # set_epoch, as for DistributedSampler
+            epoch, batch = self._order.epoch, 0
+        self._resumes = False
+        self._seek(epoch, batch)
 
     def _seek(self, epoch: int, batch: int) -> None:
-        """Set the position, and forget what was read ahead."""
-        with defer_interrupts():
-            self._queue.clear()
-            self._dropped += 1
-            self._epoch, self._batch = epoch, batch
-            self._draws = self._drawn()
-            self._next: tuple[int, Sequence[int] | torch.Tensor] | None = None  # drawn, and not started
-            if self._own_order is not None:
-                self._own_order.set_epoch(epoch)
+        """Set the position. Of what was read ahead, the batches from there on are kept."""
+        self._epoch, self._batch = epoch, batch
+        while self._queue and self._queue[0][0] != (epoch, batch):
+            self._queue.popleft()[1].cancel()
+        if not self._queue:
+            self._draws = self._drawn(epoch, batch)
+            self._next: tuple[Position, Sequence[int] | torch.Tensor] | None = None  # drawn, and not started
+        if self._order is not None:
+            self._order.set_epoch(epoch)
 
-    def _drawn(self) -> Iterator[tuple[int, Sequence[int] | torch.Tensor]]:
-        """Yield epoch and numbers of each batch from the position on, also of later epochs if their order is known."""
-        own, epoch, first = self._own_order, self._epoch, self._batch
-        while True:
-            batches: Iterable[Sequence[int] | torch.Tensor]
-            if own is not None:
-                batches = own.batches(epoch, first * self.batch_size, self.batch_size)
-            elif self.batch_sampler is not None:
-                batches = islice(self.batch_sampler, first, None)
-            else:
-                numbers = islice(self.sampler, first * self.batch_size, None)
-                batches = iter(lambda numbers=numbers: list(islice(numbers, self.batch_size)), [])  # type: ignore[misc]
-            for batch in batches:
-                if len(batch) == self.batch_size or not self.drop_last:
-                    yield epoch, batch
-            if own is None or not len(self):
-                return
+    def _drawn(self, epoch: int, first: int) -> Iterator[tuple[Position, Sequence[int] | torch.Tensor]]:
+        """Yield position and numbers of each batch from a position on, also of later epochs if their order is known."""
+        if self._order is None:
+            yield from (((epoch, first + at), batch) for at, batch in enumerate(islice(self.batch_sampler, first, None)))
+            return
+        while count := len(self):
+            batches = self._order.batches(epoch, first * self.batch_size, self.batch_size)
+            yield from (((epoch, at), batch) for at, batch in zip(range(first, count), batches, strict=False))
             epoch, first = epoch + 1, 0
 
     def _read_ahead(self) -> None:
-        """Start reading until enough batches are in the queue, or the memory is used up."""
+        """Start reading until enough batches are in the queue, or the memory is used up. Does not wait for samples."""
         while len(self._queue) < self._prefetch:
-            with defer_interrupts():  # nothing is lost between two statements; a start does not wait for samples
-                epoch = self._epoch
-                try:
-                    self._next = self._next or next(self._draws, None)
-                    if self._next is None:
-                        return
-                    epoch, numbers = self._next
-                    read = self.dataset.start(numbers, self._pool, only_leased=bool(self._queue))
-                    decoding = self._threads.submit(self._decode, read, self._dropped)
-                except Exception as error:  # of this batch, whose turn comes later
-                    if self._queue and (isinstance(error, OutOfBuffers) or getattr(error, "errno", 0) == errno.EMFILE):
-                        return  # until the memory, or the files, of a batch in the queue are free
-                    decoding = Future()
-                    decoding.set_exception(error)
-                self._queue.append(_Queued(epoch, decoding))
-                self._next = None
+            position = self._epoch, self._batch + len(self._queue)
+            try:
+                self._next = self._next or next(self._draws, None)
+                if self._next is None:
+                    return
+                position, numbers = self._next
+                read = self.dataset.start(numbers, self._pool, only_leased=bool(self._queue))
+                decoding = self._threads.submit(self._decode, read)
+            except Exception as error:  # of this batch, whose turn comes later
+                if self._queue and (isinstance(error, OutOfBuffers) or getattr(error, "errno", 0) == errno.EMFILE):
+                    return  # until the memory, or the files, of a batch in the queue are free
+                decoding = Future()
+                decoding.set_exception(error)
+            self._queue.append((position, decoding))
+            self._next = None
 
-    def _decode(self, read: BatchRead, dropped: int) -> tuple[Any, LoaderStats]:
-        """Wait for a read, and return the batch. Stops between two samples if nobody wants the batch any more."""
+    def _decode(self, read: BatchRead) -> tuple[Any, LoaderStats]:
+        """Wait for a read, and return the batch, and what it took."""
         begun = time.perf_counter()
-        read.wait()
+        read.future.exception()  # waits
         there = time.perf_counter()
         if self._stacks:
-            self._check_wanted(dropped)
-            count, batch = self.dataset.batch_of(read, self._empty)
+            count, batch = read.stacked(self._empty)
         else:
-            samples = [self._transformed(*each, dropped) for each in self.dataset.samples_of(read)]
+            samples = [self._transformed(*each) for each in read.samples()]
             count, batch = len(samples), self._collate(samples) if samples else None
         skipped, decoding = len(read.numbers) - count, time.perf_counter() - there
-        took = LoaderStats(count > 0, count, skipped, read.memory.nbytes, 0.0, 0.0, there - begun, decoding)
-        return batch, took
+        return batch, LoaderStats(count > 0, count, skipped, read.memory.nbytes, 0.0, 0.0, there - begun, decoding)
 
-    def _check_wanted(self, dropped: int) -> None:
-        """Raise CancelledError if the queue was dropped, or the program ends."""
-        if dropped != self._dropped or getattr(thread, "_shutdown", False):
+    def _transformed(self, number: int, sample: Any) -> Any:
+        if self._closed or getattr(thread, "_shutdown", False):  # closing, and the end of the program, wait for the reads only
             raise CancelledError
-
-    def _transformed(self, number: int, sample: Any, dropped: int) -> Any:
-        self._check_wanted(dropped)
-        if self._transform is None:
-            return sample
         try:
-            return self._transform(sample)
+            return sample if self._transform is None else self._transform(sample)
         except Exception as error:
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by the transform of sample {number} of {self.dataset!r}")
@@ -280,11 +233,12 @@ class DataLoader:
     def _stack(self, tensors: Sequence[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
         """Return tensors as one, in pinned memory if the budget has room. It belongs to the result."""
         first = tensors[0]
+        kind = first.shape, first.dtype, "cpu", True, False
         plain = all(
-            (each.shape, each.dtype, each.device.type) == (first.shape, first.dtype, "cpu")
-            and each.is_contiguous() and not (each.is_conj() or each.is_neg() or each.requires_grad)
+            (each.shape, each.dtype, each.device.type, each.is_contiguous(), each.requires_grad) == kind
+            and not (each.is_conj() or each.is_neg())
             for each in tensors
-        )  # fmt: skip
+        )
         if not plain or first.nbytes * len(tensors) < _LEASED_FROM:
             return torch.stack(list(tensors))
         stacked = self._empty((len(tensors), *first.shape), first.dtype)
@@ -307,57 +261,39 @@ class DataLoader:
             raise ValueError(f"the loader is {state_text(self._closed, self._process)}")
         begun = time.perf_counter()
         self._began = begun if self._began is None else self._began
-        with defer_interrupts():
-            if iteration is self._iteration and not iteration.begun:
-                self._begin(iteration)
-            elif iteration is self._iteration and self._queue and self._queue[0].yielded:
-                self._advance()
         while iteration is self._iteration:
-            self._read_ahead()
-            if not self._queue or self._queue[0].epoch != self._epoch:
-                self._end_epoch()
-                break
-            first = self._queue[0]
+            with defer_interrupts():  # nothing is lost between two statements
+                if not iteration.begun:
+                    self._begin()
+                    iteration.begun = True
+                elif self._queue and self._queue[0][0] < (self._epoch, self._batch):
+                    self._queue.popleft()
+                self._read_ahead()
+                if not self._queue or self._queue[0][0][0] != self._epoch:
+                    self._seek(self._epoch + 1, 0)
+                    self._iteration = None
+                    break
             try:
                 with profiler_range("wait_batch"):
-                    batch, took = first.decoding.result()  # after Ctrl-C, the same batch is the next one
+                    batch, took = self._queue[0][1].result()  # after Ctrl-C, the same batch is the next one
             except Exception as error:
-                with defer_interrupts():
-                    self._advance()
+                self._batch += 1
                 if isinstance(error, StopIteration):  # which would end the epoch without an error
                     raise RuntimeError("the transform or collate_fn raised StopIteration") from error
                 raise
-            with defer_interrupts():
-                if not first.counted:
-                    now = time.perf_counter()
-                    stats = self._stats + took + LoaderStats(seconds_waited=now - begun)
-                    self._stats, first.counted, begun = replace(stats, seconds=now - self._began), True, now
-                if not took.samples:  # all of them were left out
-                    self._advance()
-            if took.samples:
-                first.yielded = True  # the last statement: after an interrupt before it, the next call returns the same batch
+            now = time.perf_counter()
+            stats = self._stats + took + LoaderStats(seconds_waited=now - begun)
+            self._stats, begun = replace(stats, seconds=now - self._began), now
+            self._batch += 1  # the last change: after an interrupt before it, the next call returns the same batch
+            if took.samples:  # otherwise, all of them were left out
                 return batch
         raise StopIteration
 
-    def _advance(self) -> None:
-        """Remove the first batch from the queue: it was yielded, or cannot be. Called with interrupts deferred."""
-        self._queue.popleft()
-        self._batch += 1
-
-    def _end_epoch(self) -> None:
-        with defer_interrupts():
-            self._iteration = None
-            self._epoch, self._batch = self._epoch + 1, 0
-            if self._own_order is None:
-                self._draws = self._drawn()
-            else:
-                self._own_order.set_epoch(self._epoch)
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration has, if the sampler has epochs. transformers' Trainer calls it."""
-        order = self.sampler if self.batch_sampler is None else self.batch_sampler
-        if hasattr(order, "set_epoch"):
-            order.set_epoch(epoch)
+        for order in (self.sampler, self.batch_sampler):
+            if hasattr(order, "set_epoch"):
+                order.set_epoch(epoch)
 
     def stats(self) -> LoaderStats:
         """Return counters since the loader was made. Never blocks."""
@@ -365,13 +301,12 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded, and what the order depends on: a few numbers."""
-        return {"epoch": self._epoch, "batch": self._position, **self._order_facts()}
+        return {"epoch": self._epoch, "batch": self._batch, **self._order_facts()}
 
     def _order_facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"samples": len(self.dataset), "batch_size": self.batch_size, "drop_last": self.drop_last}
-        own = self._own_order
-        if own is not None:
-            facts |= {"shuffle": own.shuffle, "seed": own.seed, "world_size": own.world_size}
+        if self._order is not None:
+            facts |= {name: getattr(self._order, name) for name in ("shuffle", "seed", "world_size")}
         return facts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -387,8 +322,9 @@ class DataLoader:
         if differ:
             texts = [f"{name} was {before}, and is {now}" for name, (before, now) in differ.items()]
             raise ValueError(f"the order of samples would be another one: {'; '.join(texts)}")
-        self._seek(state["epoch"], state["batch"])
-        self._resumes = True
+        with defer_interrupts():
+            self._seek(state["epoch"], state["batch"])
+            self._resumes = True
 
     def close(self) -> None:
         """Forget what was read ahead, end the threads, and free the memory that no batch has. Idempotent.
@@ -398,8 +334,8 @@ class DataLoader:
         if self._process != os.getpid():
             return
         self._closed = True
-        self._seek(self._epoch, self._position)
         self._threads.shutdown()  # waits for each read: until it ends, the engine keeps the memory
+        self._queue.clear()
         self._pool.trim()
 
     def __enter__(self) -> DataLoader:
@@ -409,10 +345,7 @@ class DataLoader:
         self.close()
 
     def __repr__(self) -> str:
-        return representation(
-            self, lambda: repr(self.dataset), lambda: f"batch_size={self.batch_size}", lambda: f"epoch {self._epoch}",
-            lambda: state_text(self._closed, self._process),
-        )  # fmt: skip
+        return representation(self, lambda: repr(self.dataset), lambda: state_text(self._closed, self._process))
 
 
 class _Iteration(Iterator[Any]):

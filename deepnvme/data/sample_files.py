@@ -16,6 +16,7 @@ import math
 import os
 import struct
 import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -36,7 +37,8 @@ ColumnKind: TypeAlias = "str | torch.dtype | tuple[torch.dtype, tuple[int, ...]]
 """What a column holds: "bytes", "str", a dtype for one number, or a dtype and a shape, whose first size may be -1: any."""
 
 _WORD = (1 << 32) - 1
-"""Most bytes of a record: an index has 32 bits for them."""
+_MOST_BYTES = 4 * 10**9
+"""Most bytes of a sample's values: an index has 32 bits for the record, which also has lengths and padding."""
 _PLAIN: dict[str, Any] = {"bytes": (bytes, bytearray, memoryview), "str": str}
 
 
@@ -76,23 +78,18 @@ class Column:
             if not isinstance(value, _PLAIN[self.kind]):
                 raise TypeError(f"'{self.name}' must be {self.kind}, got {type(value).__name__}")
             return memoryview(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value).cast("B")
-        tensor = self._tensor(value)
-        return memory_of(flat_bytes(tensor)) if tensor.nbytes else memoryview(b"")
-
-    def _tensor(self, value: Any) -> torch.Tensor:
-        """Return the value as a contiguous tensor of the column's dtype and shape."""
         number = isinstance(value, bool | int | float | complex)
+        fits = number and torch.can_cast(torch.tensor(type(value)()).dtype, self.dtype)
         try:
-            given = torch.tensor(value, dtype=self.dtype) if number else torch.as_tensor(value)
+            given = torch.as_tensor(value, dtype=self.dtype if fits else None)
         except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError for a number that is too large
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"'{self.name}': {error}") from error
-        if number and not self.dtype.is_complex and not self.dtype.is_floating_point and given.item() != value:
-            raise ValueError(f"'{self.name}' must be a number that {self.dtype} can hold, got {value!r}")
+            raise ValueError(f"'{self.name}': {error}") from error
         check_storable(self.name, given)
-        if given.dtype != self.dtype or (given.shape[1:] if -1 in self.shape else given.shape) != self.shape[-1 in self.shape :]:
+        rows = int(-1 in self.shape)
+        if given.dtype != self.dtype or given.shape[rows:] != self.shape[rows:] or given.dim() != len(self.shape):
             found = f"{tuple(given.shape)} in {given.dtype}"
             raise ValueError(f"'{self.name}' must have the shape {self.shape} in {self.dtype}, got {found}")
-        return given.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return memory_of(flat_bytes(given.cpu().resolve_conj().resolve_neg().contiguous()))
 
     def decode(self, data: memoryview) -> Any:
         """Return the value whose bytes these are. A tensor is a view of them."""
@@ -100,10 +97,7 @@ class Column:
             return bytes(data)
         if self.kind == "str":
             return str(data, "utf-8", "surrogatepass")
-        found = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
-        if found.data_ptr() % self.dtype.itemsize:
-            found = torch.frombuffer(bytearray(data), dtype=self.dtype)
-        return found.view(self.shape)
+        return (torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)).view(self.shape)
 
 
 class RecordFormat:
@@ -115,8 +109,8 @@ class RecordFormat:
         self._names = [column.name for column in columns]
         self._columns = sorted(columns, key=lambda column: not column.fixed)
         variable = sum(not column.fixed for column in columns)
-        self._lengths = f"<{max(variable - 1, 0)}I"
-        end, self._begins = struct.calcsize(self._lengths), []  # where the columns of fixed length begin
+        self._lengths = end = 4 * max(variable - 1, 0)
+        self._begins = []  # where the columns of fixed length begin
         for column in self._columns[: len(columns) - variable]:
             self._begins.append(end + -end % column.dtype.itemsize)
             end = self._begins[-1] + column.row_bytes
@@ -128,12 +122,10 @@ class RecordFormat:
         if sample.keys() != set(self._names):
             raise TypeError(f"a sample has the columns {', '.join(self._names)}, got {', '.join(map(str, sample)) or 'none'}")
         values = [column.encode(sample[column.name]) for column in self._columns]
-        padding = sum(column.dtype.itemsize for column in self._columns)
-        most = struct.calcsize(self._lengths) + padding + sum(value.nbytes for value in values)
-        if most > _WORD:
-            raise ValueError(f"a sample may have {_WORD} bytes, got {most}")
+        if (nbytes := sum(value.nbytes for value in values)) > _MOST_BYTES:
+            raise ValueError(f"a sample may have {_MOST_BYTES} bytes, got {nbytes}")
         lengths = [value.nbytes for column, value in zip(self._columns, values, strict=True) if not column.fixed]
-        record = bytearray(struct.pack(self._lengths, *lengths[:-1]))
+        record = bytearray(array("I", lengths[:-1]))
         for column, value in zip(self._columns, values, strict=True):
             record += bytes(-len(record) % column.dtype.itemsize)
             record += value
@@ -141,10 +133,10 @@ class RecordFormat:
 
     def unpack(self, record: memoryview) -> dict[str, Any]:
         """Return the sample in a record. Tensors are views of the record. Raises ValueError if the record is damaged."""
-        at, whole = struct.calcsize(self._lengths), record.nbytes
+        at, whole = self._lengths, record.nbytes
         if whole < at:
             raise ValueError(f"its record has {whole} bytes, and its columns' lengths {at}")
-        lengths = iter(struct.unpack_from(self._lengths, record))
+        lengths = iter(record[:at].cast("I"))
         sample = dict.fromkeys(self._names)
         for column in self._columns:
             begin = at + -at % column.dtype.itemsize
@@ -198,10 +190,6 @@ class Part:
     nbytes: tuple[NonNegativeInt, ...]
     """Committed bytes of each data file."""
 
-    def __post_init__(self) -> None:
-        if not self.files or len(self.files) != len(self.nbytes):
-            raise ValueError("a part needs data files, and the size of each of them")
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -230,12 +218,10 @@ def load_manifest(directory: Path) -> Manifest:
         FileNotFoundError: If there is none.
         CorruptSamples: If it is damaged, or another version of the package wrote it.
     """
-
-    def parsed(data: bytes) -> Manifest:
-        """Return the manifest in the bytes of its file."""
-        return _MANIFEST.validate_python(checked_fields(_KIND, data))
-
-    return read_manifest(directory / MANIFEST_NAME, _MOST_MANIFEST_BYTES, parsed, CorruptSamples)
+    return read_manifest(
+        directory / MANIFEST_NAME, _MOST_MANIFEST_BYTES, lambda data: _MANIFEST.validate_python(checked_fields(_KIND, data)),
+        CorruptSamples,
+    )  # fmt: skip
 
 
 def path_in(directory: Path, name: str) -> Path:
@@ -258,10 +244,10 @@ class WrittenLayout(Layout):
         self._indexes = [path_in(directory, part.index) for part in self._parts]
         self.files = [path_in(directory, name) for part in self._parts for name in part.files]
         committed = [nbytes for part in self._parts for nbytes in part.nbytes]
-        for path, nbytes in zip(self.files, committed, strict=True):
-            _check_size(path, nbytes)
-        for path, part in zip(self._indexes, self._parts, strict=True):
-            _check_size(path, part.samples * ENTRY.size)
+        indexed = [part.samples * ENTRY.size for part in self._parts]
+        for path, nbytes in zip([*self.files, *self._indexes], [*committed, *indexed], strict=True):
+            if (size := path.stat().st_size) < nbytes:
+                raise CorruptSamples(path, f"it has {size} bytes, and its commit {nbytes}")
         self._committed = torch.tensor(committed, dtype=torch.int64)
         self._ends = torch.tensor(list(accumulate(part.samples for part in self._parts)), dtype=torch.int64)
         self._first_files = list(accumulate((len(part.files) for part in self._parts), initial=0))
@@ -280,28 +266,19 @@ class WrittenLayout(Layout):
             files[members] = self._first_files[part] + inner % len(self._parts[part].files)
         offsets, rest = entries.unbind(1)
         nbytes = rest & _WORD
-        wrong = (offsets < 0) | (offsets > self._committed[files] - nbytes)
+        wrong = (offsets < 0) | (offsets > self._committed[files] - nbytes) | (nbytes < (self.sample_bytes or 0))
         for at in wrong.nonzero().flatten().tolist():
-            where = f"offset {int(offsets[at])}, {int(nbytes[at])} bytes"
-            raise CorruptSamples(
-                self._indexes[int(parts[at])], f"the entry of sample {int(numbers[at])} is beyond the data: {where}"
-            )
+            where = f"the entry of sample {int(numbers[at])} is wrong: offset {int(offsets[at])}, {int(nbytes[at])} bytes"
+            raise CorruptSamples(self._indexes[int(parts[at])], where)
         return Places(files, offsets, nbytes, rest >> 32 & _WORD)
 
-    def sample(self, data: memoryview) -> dict[str, Any]:
+    def sample(self, number: int, *data: memoryview) -> dict[str, Any]:
         """Return a sample by column. Tensors are views."""
-        return self._records.unpack(data)
+        return self._records.unpack(*data)
 
     def stacked(self, memory: torch.Tensor, starts: torch.Tensor, empty: Empty | None) -> dict[str, torch.Tensor]:
         """Return one tensor for each column, see :func:`stack_ranges`."""
         return self._records.stacked(memory, starts, empty)
-
-
-def _check_size(path: Path, least: int) -> None:
-    """Raise CorruptSamples if a file has fewer bytes than the manifest says."""
-    size = os.stat(path).st_size
-    if size < least:
-        raise CorruptSamples(path, f"it has {size} bytes, and its commit {least}")
 
 
 assert sys.byteorder == "little", "records are little-endian"

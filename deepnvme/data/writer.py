@@ -3,7 +3,8 @@
 1. Samples go to data files and an index of the writer's own, which no manifest names before the first commit.
 2. A commit pads the data files to pages, writes and flushes them, flushes the index, and then replaces the manifest.
 3. What is written after a commit is beyond the sizes that the manifest says. The next writer of the directory begins files of
-   its own. It removes each index in the directory that the manifest does not name, and data files that have the index's name.
+   its own. It removes each index in the directory that the manifest does not name, and data files that have the index's name:
+   those of a writer that failed or died before its first commit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,18 @@ from deepnvme.memory.tensor_bytes import crc32, memory_of
 from deepnvme.telemetry.descriptions import representation, state_text
 from deepnvme.transfer.gather import CHUNK, Transfers
 
-from .sample_files import ENTRY, MANIFEST_NAME, ColumnKind, Manifest, Part, RecordFormat, columns_from, load_manifest, path_in
+from .sample_files import (
+    ENTRY,
+    MANIFEST_NAME,
+    Column,
+    ColumnKind,
+    Manifest,
+    Part,
+    RecordFormat,
+    columns_from,
+    load_manifest,
+    path_in,
+)  # fmt: skip
 
 _SECTOR = 512
 _SECTORS_FROM = 10 << 10
@@ -51,21 +62,20 @@ class _DataFile:
         """Bytes appended so far, and offset of the next byte."""
         self._written = 0  # writes of all bytes before were started; a commit never touches these bytes again
         self._writes = Transfers()
-        self._chunks = deque(engine.empty_pinned(CHUNK, torch.uint8) for _ in range(_CHUNKS))
+        self._ring = engine.empty_pinned(_CHUNKS * CHUNK, torch.uint8)
+        self._memory = memory_of(self._ring)
 
     def append(self, data: bytes | bytearray) -> None:
         """Append bytes. Blocks while all chunks are being written. Raises OSError of earlier writes."""
         left = memoryview(data)
         while left:
-            start = self.position % CHUNK
-            count = min(CHUNK - start, len(left))
-            memory_of(self._chunks[0], start, count)[:] = left[:count]
+            start, count = self.position % len(self._ring), min(CHUNK - self.position % CHUNK, len(left))
+            self._memory[start : start + count] = left[:count]
             left = left[count:]
             self.position += count
             if self.position % CHUNK == 0:
                 self._write()
                 self._writes.take_ended(most=_CHUNKS - 1)
-                self._chunks.rotate(-1)
 
     def pad(self, alignment: int) -> int:
         """Append zeros up to a multiple of ``alignment``, and return how many."""
@@ -75,9 +85,9 @@ class _DataFile:
 
     def _write(self) -> None:
         """Start writing the bytes of the present chunk that are not written yet."""
-        start, count = self._written % CHUNK, self.position - self._written
+        start, count = self._written % len(self._ring), self.position - self._written
         if count:
-            self._writes.start(self._engine.write, self._chunks[0][start : start + count], self.file, self._written)
+            self._writes.start(self._engine.write, self._ring[start : start + count], self.file, self._written)
             self._written = self.position
 
     def flush(self) -> None:
@@ -117,12 +127,10 @@ class SampleWriter:
         self._path = Path(path).absolute()
         wanted = None if columns is None else columns_from(columns)
         self._process = os.getpid()
-        self._closed = self._failed = self._committed = False
+        self._closed = self._failed = False
         self.samples = self.padding = 0
         """Samples appended by this writer, and bytes of padding between them."""
-        self._directories = [self._path] if directories is None else [Path(each).absolute() for each in directories]
-        if not self._directories:
-            raise ValueError("directories must not be empty")
+        self._directories = [Path(each).absolute() for each in directories or [self._path]]
         with contextlib.ExitStack() as stack:
             stack.callback(DirectoryLock(self._path, DirectoryOwner("SampleWriter")).release)
             self._manifest = self._load(wanted)
@@ -130,25 +138,22 @@ class SampleWriter:
             for directory in self._directories:
                 directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-            stack.callback(self._remove_uncommitted)
             self._engine = stack.enter_context(engine_for(self._directories, aio_config))
             name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._index_path = self._path / f"{name}{_INDEX}"
-            with with_filename(self._index_path):
-                self._index = stack.enter_context(open(self._index_path, "xb"))
+            self._index = stack.enter_context(open(self._index_path, "xb"))
             self._data: list[_DataFile] = []
             for number, directory in enumerate(self._directories):
                 self._data.append(_DataFile(self._engine, directory / f"{name}-{number}{_DATA}"))
                 stack.callback(self._data[-1].file.close)
             self._resources = stack.pop_all()
 
-    def _load(self, wanted: tuple[Any, ...] | None) -> Manifest:
-        try:
-            found = load_manifest(self._path)
-        except FileNotFoundError:
-            if wanted is None:
-                raise ValueError(f"'{self._path}' has no samples yet: give columns") from None
-            return Manifest(wanted, ())
+    def _load(self, wanted: tuple[Column, ...] | None) -> Manifest:
+        """Return the manifest of the directory, or an empty one."""
+        exists = (self._path / MANIFEST_NAME).exists()
+        if not exists and wanted is None:
+            raise ValueError(f"'{self._path}' has no samples yet: give columns")
+        found = load_manifest(self._path) if exists else Manifest(wanted or (), ())
         if wanted not in (None, found.columns):
             raise ValueError(f"'{self._path}' has samples with other columns: {found.columns}")
         return found
@@ -161,11 +166,6 @@ class SampleWriter:
                 for data in (data for each in self._directories for data in each.glob(f"{index.stem}-*{_DATA}")):
                     data.unlink()
                 index.unlink()
-
-    def _remove_uncommitted(self) -> None:
-        """Remove this writer's own files, unless it has committed some of them."""
-        if not self._committed:
-            self._remove_leftovers()
 
     def append(self, **sample: Any) -> int:
         """Add a sample. Blocks while the drive is slower.
@@ -210,7 +210,6 @@ class SampleWriter:
             files = tuple(os.path.relpath(each.path, self._path) for each in self._data)
             part = Part(self._index_path.name, files, self.samples, tuple(each.position for each in self._data))
             manifest = replace(self._manifest, parts=(*self._manifest.parts, *([part] if self.samples else [])))
-            self._committed = self.samples > 0  # also if the manifest is replaced, and its directory cannot be flushed
             manifest.save(self._path)
         return manifest.samples
 
@@ -235,16 +234,12 @@ class SampleWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
+        with contextlib.closing(self):
             if kind is None and not self._closed:
                 self.commit()
-        finally:
-            self.close()
 
     def __repr__(self) -> str:
-        return representation(
-            self, lambda: f"'{self._path}'", lambda: f"{self.samples} samples", lambda: state_text(self._closed, self._process)
-        )
+        return representation(self, lambda: f"'{self._path}'", lambda: state_text(self._closed, self._process))
 
 
 def merge_samples(path: str | os.PathLike[str], sources: Sequence[str | os.PathLike[str]]) -> int:
@@ -263,8 +258,8 @@ def merge_samples(path: str | os.PathLike[str], sources: Sequence[str | os.PathL
         StoreLocked: If ``path`` has a writer.
     """
     directory = Path(path).absolute()
-    lock = DirectoryLock(directory, DirectoryOwner("SampleWriter"))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(DirectoryLock(directory, DirectoryOwner("SampleWriter")).release)
         manifests = [(Path(each).absolute(), load_manifest(Path(each).absolute())) for each in sources]
         if (directory / MANIFEST_NAME).exists():
             manifests.insert(0, (directory, load_manifest(directory)))
@@ -283,5 +278,3 @@ def merge_samples(path: str | os.PathLike[str], sources: Sequence[str | os.PathL
         merged = Manifest(manifests[0][1].columns, parts)
         merged.save(directory)
         return merged.samples
-    finally:
-        lock.release()

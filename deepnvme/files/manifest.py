@@ -28,8 +28,8 @@ def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corru
     Args:
         path: The manifest.
         most: Most bytes that the manifest may have.
-        parse: Returns the content. Raises RecursionError or ValueError (such as pydantic's ValidationError) for damaged
-            bytes.
+        parse: Returns the content. Raises LookupError, RecursionError, TypeError or ValueError (such as pydantic's
+            ValidationError) for damaged bytes.
         corrupt: Returns the error to raise if the manifest is damaged, from its path and the reason.
 
     Raises:
@@ -38,7 +38,7 @@ def read_manifest(path: Path, most: int, parse: Callable[[bytes], Parsed], corru
     """
     try:
         return parse(read_regular(path, most))
-    except (ValueError, RecursionError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise corrupt(path, str(error)) from error
 
 

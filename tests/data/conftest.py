@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepnvme.data import SampleWriter
+from deepnvme.ops import load_async_io
 
 COLUMNS: dict[str, Any] = {"image": "bytes", "label": torch.int64, "text": "str", "points": (torch.float32, (-1, 3))}
 
@@ -35,6 +36,14 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
         torch.equal(one, other) and one.dtype == other.dtype if isinstance(other, torch.Tensor) else one == other
         for one, other in pairs
     )
+
+
+@pytest.fixture
+def indexes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where indexes of files are kept."""
+    load_async_io()  # which is found in the cache, too
+    monkeypatch.setenv("XDG_CACHE_HOME", str(drive / "cache"))
+    return drive / "cache" / "deepnvme" / "samples"
 
 
 Write = Callable[..., Path]

@@ -416,8 +416,8 @@ def test_the_memory_stays_within_the_budget(drive: Path) -> None:
 
 def test_the_end_waits_for_reads_that_nobody_wants(dataset: SampleDataset, faulty: Any, gate: Any) -> None:
     """Memory that a drive still writes to is not free: it stayed pinned after the loader was closed."""
-    reader, held = SampleDataset(dataset._layout.files[0].parent)._reader_here(), faulty("threads", gate=gate)
-    first = iter([reader._engine])
+    reader, held = SampleDataset(dataset._layout.files[0].parent)._files_here(), faulty("threads", gate=gate)
+    first = iter([reader.engine])
 
     class Later:
         def read_many(self, *arguments: Any) -> Any:
@@ -427,7 +427,7 @@ def test_the_end_waits_for_reads_that_nobody_wants(dataset: SampleDataset, fault
             return getattr(held, name)
 
     samples = SampleDataset(dataset._layout.files[0].parent)
-    samples._reader_here()._engine = Later()  # type: ignore[assignment]
+    samples._files_here().engine = Later()  # type: ignore[assignment]
     loader = DataLoader(samples, 10, prefetch=4, decode_threads=1)
     batches = iter(loader)
     assert numbers_of(next(batches)) == list(range(10))

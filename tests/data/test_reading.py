@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,18 +23,19 @@ def test_each_sample_is_in_its_run(samples: list[tuple[int, int, int]], sector: 
     for index, run in enumerate(runs.of.tolist()):
         members.setdefault(run, []).append(index)
     assert sorted(members) == list(range(len(runs.begins)))
-    assert runs.first.tolist() == sorted(runs.first.tolist())
     for run, (begin, end, first) in enumerate(zip(*(each.tolist() for each in runs[:3]), strict=True)):
         found = [samples[index] for index in members[run]]
-        assert first in members[run]
+        assert members[run] == list(range(first, first + len(found)))
         assert {file for file, _, _ in found} == {samples[first][0]}
-        assert begin == min(offset for _, offset, _ in found) // sector * sector
-        assert end == -(-max(offset + nbytes for _, offset, nbytes in found) // sector) * sector
-        assert end - begin <= (4 << 20) + max(nbytes for _, _, nbytes in found) + 2 * sector
+        assert begin == found[0][1] // sector * sector
+        assert end == -(-(found[-1][1] + found[-1][2]) // sector) * sector
+        assert all(one[1] + one[2] <= other[1] for one, other in itertools.pairwise(found))
+        assert end - begin <= (4 << 20) + found[-1][2] + 2 * sector
 
 
-def test_neighbours_are_read_together_and_others_alone() -> None:
-    places = Places(*torch.tensor([[0, 1024, 100], [1, 0, 512], [0, 0, 100], [0, 20_000, 9], [0, 100, 600]]).unbind(1))
+def test_samples_that_follow_one_another_in_the_batch_are_read_together_and_others_alone() -> None:
+    places = Places(*torch.tensor([[1, 0, 512], [0, 0, 100], [0, 100, 600], [0, 1024, 100], [0, 20_000, 9], [0, 9, 9]]).unbind(1))
     runs = group_runs(places, 512)
-    assert list(zip(runs.begins.tolist(), runs.ends.tolist(), strict=True)) == [(0, 512), (0, 1536), (19_968, 20_480)]
-    assert runs.of.tolist() == [1, 0, 1, 2, 1]
+    ranges = list(zip(runs.begins.tolist(), runs.ends.tolist(), strict=True))
+    assert ranges == [(0, 512), (0, 1536), (19_968, 20_480), (0, 512)]
+    assert runs.of.tolist() == [0, 1, 1, 1, 2, 3]

@@ -17,20 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepnvme.data import CorruptSamples, DataLoader, SampleDataset, SampleUnreadable
-from deepnvme.ops import load_async_io
 
 from ..support.files import flip, open_files
 
+pytestmark = pytest.mark.usefixtures("indexes")
 NAMES = ["a", "b/c", "d" * 120, "é", "with space", "x/" * 60 + "deep"]
 EXTENSIONS = ["jpg", "cls", "seg.PNG", "json"]
-
-
-@pytest.fixture(autouse=True)
-def indexes(drive: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where indexes are kept."""
-    load_async_io()  # which is found in the cache, too
-    monkeypatch.setenv("XDG_CACHE_HOME", str(drive / "cache"))
-    return drive / "cache" / "deepnvme" / "samples"
 
 
 def write_tar(path: Path, samples: Sequence[dict[str, bytes]], kind: int, keys: Sequence[str]) -> None:
