@@ -79,9 +79,9 @@ Loader = Callable[[Path, int, int], Iterator[Any]]
 
 
 def ours(path: Path, batch: int, accelerators: int) -> Iterator[Any]:
-    with DataLoader(
-        SampleDataset(path), batch, shuffle=True, seed=1, prefetch=max(4, 2 * accelerators), drop_last=True
-    ) as loader:
+    dataset, ahead = SampleDataset(path), max(4, 2 * accelerators)
+    budget = max(512 << 20, (ahead + 2) * batch * dataset[0]["image"].nbytes)
+    with DataLoader(dataset, batch, shuffle=True, seed=1, prefetch=ahead, drop_last=True, memory_budget=budget) as loader:
         yield from loader
 
 

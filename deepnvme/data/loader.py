@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import time
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from deepnvme._interrupts import defer_interrupts
 from deepnvme.memory.budget import MemoryBudget
 from deepnvme.memory.pool import BufferPool, OutOfBuffers
 from deepnvme.memory.tensor_bytes import copy_many
-from deepnvme.telemetry.descriptions import representation, state_text
+from deepnvme.telemetry.descriptions import representation, size_for_people, state_text
 from deepnvme.telemetry.profiler_ranges import profiler_range
 from deepnvme.telemetry.report_figures import ReportFigures
 
@@ -195,6 +196,7 @@ class DataLoader:
                     return
                 position, numbers = self._next
                 read = self.dataset.start(numbers, self._pool, only_leased=bool(self._queue))
+                self._check_budget(read.memory.nbytes)
                 decoding = self._threads.submit(self._decode, read)
             except Exception as error:  # of this batch, whose turn comes later
                 if self._queue and (isinstance(error, OutOfBuffers) or getattr(error, "errno", 0) == errno.EMFILE):
@@ -203,6 +205,13 @@ class DataLoader:
                 decoding.set_exception(error)
             self._queue.append((position, decoding))
             self._next = None
+
+    def _check_budget(self, nbytes: int) -> None:
+        """Warn, for the first batch, if two of its size do not fit into the budget."""
+        if 2 * nbytes > self._pool.budget and (self._stats.batches, len(self._queue)) == (0, 0):
+            text = f"a batch takes {size_for_people(nbytes)}, and memory_budget is {size_for_people(self._pool.budget)}"
+            text += ": nothing is read ahead, and memory is new for each batch; give it room for prefetch + 2 batches"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _decode(self, read: BatchRead) -> tuple[Any, LoaderStats]:
         """Wait for a read, and return the batch, and what it took."""

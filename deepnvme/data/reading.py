@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import Dataset
@@ -47,22 +47,15 @@ OnError = Literal["raise", "skip"]
 Skipped = Callable[[SampleUnreadable], object]
 
 
-class Runs(NamedTuple):
-    """Ranges of files that are read, and which of them has each sample. int64 tensors."""
-
-    begins: torch.Tensor
-    ends: torch.Tensor
-    first: torch.Tensor
-    """Index of the sample with which each run begins."""
-    of: torch.Tensor
-    """Index of the run of each sample."""
-
-
-def group_runs(places: Places, sector: int) -> Runs:
+def group_runs(places: Places, sector: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Group samples that follow one another in the batch and in a file into runs, which begin and end at sectors.
 
     Samples of a run do not share bytes. Those that lie in another order than in the batch are read alone, as in a random order
     nearly all are.
+
+    Returns:
+        Of each run: where it begins and ends in its file, and the index of the sample with which it begins. Then the index of
+        the run of each sample. int64 tensors.
     """
     ends = places.offsets + places.nbytes
     gaps = places.offsets[1:] - ends[:-1]
@@ -70,7 +63,7 @@ def group_runs(places: Places, sector: int) -> Runs:
     apart[1:-1] = (places.files.diff() != 0) | (gaps < 0) | (gaps > _GAP_BYTES) | ((places.offsets // _RUN_BYTES).diff() != 0)
     first, last = apart[:-1].nonzero().flatten(), apart[1:].nonzero().flatten()
     begins = places.offsets[first] // sector * sector
-    return Runs(begins, (ends[last] + sector - 1) // sector * sector, first, apart[:-1].cumsum(0) - 1)
+    return begins, (ends[last] + sector - 1) // sector * sector, first, apart[:-1].cumsum(0) - 1
 
 
 @dataclass(eq=False)

@@ -18,83 +18,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from deepnvme.drives.aio_config import AioConfig
 from deepnvme.drives.profiles import engine_for
-from deepnvme.engine import Engine, File
 from deepnvme.files.directory_lock import DirectoryLock, DirectoryOwner
 from deepnvme.files.replacing import sync_directory, with_filename
 from deepnvme.memory.alignment import PAGE
-from deepnvme.memory.tensor_bytes import crc32, memory_of
+from deepnvme.memory.tensor_bytes import crc32
 from deepnvme.telemetry.descriptions import representation, state_text
-from deepnvme.transfer.gather import CHUNK, Transfers
+from deepnvme.transfer.appending import AppendedFile
 
-from .sample_files import (
-    ENTRY,
-    MANIFEST_NAME,
-    Column,
-    ColumnKind,
-    Manifest,
-    Part,
-    RecordFormat,
-    columns_from,
-    load_manifest,
-    path_in,
-)  # fmt: skip
+from .sample_files import ENTRY, MANIFEST_NAME, ColumnKind, Manifest, Part, RecordFormat, columns_from, load_manifest, path_in
 
 _SECTOR = 512
 _SECTORS_FROM = 10 << 10
 """Bytes of a record from which it begins at a sector, so that no more sectors are read than it has: at most 5 % of padding."""
 _ALIGNMENT = 64
 """Bytes. Shorter records begin at a multiple of this."""
-_CHUNKS = 3
 _PREFIX, _DATA, _INDEX = "deepnvme-", ".samples", ".index"
-
-
-class _DataFile:
-    """Appends bytes to a new file through chunks of memory: one is filled while the others are written."""
-
-    def __init__(self, engine: Engine, path: Path) -> None:
-        self._engine, self.path = engine, path
-        self.file: File = engine.open(path, "x+", whole_sectors=True)
-        self.position = 0
-        """Bytes appended so far, and offset of the next byte."""
-        self._written = 0  # writes of all bytes before were started; a commit never touches these bytes again
-        self._writes = Transfers()
-        self._ring = engine.empty_pinned(_CHUNKS * CHUNK, torch.uint8)
-        self._memory = memory_of(self._ring)
-
-    def append(self, data: bytes | bytearray) -> None:
-        """Append bytes. Blocks while all chunks are being written. Raises OSError of earlier writes."""
-        left = memoryview(data)
-        while left:
-            start, count = self.position % len(self._ring), min(CHUNK - self.position % CHUNK, len(left))
-            self._memory[start : start + count] = left[:count]
-            left = left[count:]
-            self.position += count
-            if self.position % CHUNK == 0:
-                self._write()
-                self._writes.take_ended(most=_CHUNKS - 1)
-
-    def pad(self, alignment: int) -> int:
-        """Append zeros up to a multiple of ``alignment``, and return how many."""
-        gap = -self.position % alignment
-        self.append(bytes(gap))
-        return gap
-
-    def _write(self) -> None:
-        """Start writing the bytes of the present chunk that are not written yet."""
-        start, count = self._written % len(self._ring), self.position - self._written
-        if count:
-            self._writes.start(self._engine.write, self._ring[start : start + count], self.file, self._written)
-            self._written = self.position
-
-    def flush(self) -> None:
-        """Write everything to stable storage. Blocks. Raises OSError."""
-        self._write()
-        self._writes.result()
-        self._engine.fsync(self.file).result()
 
 
 class SampleWriter:
@@ -125,7 +65,6 @@ class SampleWriter:
         directories: Sequence[str | os.PathLike[str]] | None = None, aio_config: AioConfig | None = None,
     ) -> None:  # fmt: skip
         self._path = Path(path).absolute()
-        wanted = None if columns is None else columns_from(columns)
         self._process = os.getpid()
         self._closed = self._failed = False
         self.samples = self.padding = 0
@@ -133,7 +72,7 @@ class SampleWriter:
         self._directories = [Path(each).absolute() for each in directories or [self._path]]
         with contextlib.ExitStack() as stack:
             stack.callback(DirectoryLock(self._path, DirectoryOwner("SampleWriter")).release)
-            self._manifest = self._load(wanted)
+            self._manifest = self._load(columns)
             self._records = RecordFormat(self._manifest.columns)
             for directory in self._directories:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -142,19 +81,21 @@ class SampleWriter:
             name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._index_path = self._path / f"{name}{_INDEX}"
             self._index = stack.enter_context(open(self._index_path, "xb"))
-            self._data: list[_DataFile] = []
+            self._data: list[AppendedFile] = []
             for number, directory in enumerate(self._directories):
-                self._data.append(_DataFile(self._engine, directory / f"{name}-{number}{_DATA}"))
+                self._data.append(AppendedFile(self._engine, directory / f"{name}-{number}{_DATA}"))
                 stack.callback(self._data[-1].file.close)
             self._resources = stack.pop_all()
 
-    def _load(self, wanted: tuple[Column, ...] | None) -> Manifest:
-        """Return the manifest of the directory, or an empty one."""
-        exists = (self._path / MANIFEST_NAME).exists()
-        if not exists and wanted is None:
-            raise ValueError(f"'{self._path}' has no samples yet: give columns")
-        found = load_manifest(self._path) if exists else Manifest(wanted or (), ())
-        if wanted not in (None, found.columns):
+    def _load(self, kinds: Mapping[str, ColumnKind] | None) -> Manifest:
+        """Return the manifest of the directory, or one without samples."""
+        wanted = None if kinds is None else Manifest(columns_from(kinds), ())
+        if not (self._path / MANIFEST_NAME).exists():
+            if wanted is None:
+                raise ValueError(f"'{self._path}' has no samples yet: give columns")
+            return wanted
+        found = load_manifest(self._path)
+        if wanted is not None and wanted.columns != found.columns:
             raise ValueError(f"'{self._path}' has samples with other columns: {found.columns}")
         return found
 

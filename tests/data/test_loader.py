@@ -57,6 +57,7 @@ def expected(size: int, epoch: int, shuffle: bool, drop_last: bool) -> list[list
     return [batch for batch in batches if len(batch) == size or not drop_last]
 
 
+@pytest.mark.filterwarnings("ignore:a batch takes")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.integers(1, 120), shuffle=st.booleans(), drop_last=st.booleans(), threads=st.integers(1, 3),
@@ -412,6 +413,14 @@ def test_the_memory_stays_within_the_budget(drive: Path) -> None:
             assert loader._pool.allocated <= 24 << 20
             assert len(loader._queue) <= 6
     assert loader._pool.allocated <= 8 << 20  # the last batch, and the memory that it was read into
+
+
+def test_a_budget_without_room_for_two_batches_is_told_once(dataset: SampleDataset) -> None:
+    with DataLoader(dataset, 10, memory_budget=50_000) as loader:
+        with pytest.warns(RuntimeWarning, match=r"a batch takes 29\.5 KiB, and memory_budget is 48\.83 KiB") as told:
+            assert [numbers_of(batch) for batch in loader] == expected(10, 0, False, False)
+        assert len(told) == 1
+        assert len(list(loader)) == len(loader)
 
 
 def test_the_end_waits_for_reads_that_nobody_wants(dataset: SampleDataset, faulty: Any, gate: Any) -> None:
