@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import io
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import deepnvme
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, stream
@@ -268,7 +271,9 @@ def test_weights_are_refused_by_name_where_they_are_not_in_memory(world: World) 
         for use in (
             lambda: model.to(torch.float64),
             lambda: model.half(),
-            lambda: model.state_dict(),
+            lambda: torch.save(model.state_dict(), io.BytesIO()),
+            lambda: save_file(model.state_dict(), world.directory / "model.safetensors"),
+            lambda: deepnvme.save(model.state_dict(), world.directory / "model.pt"),
             lambda: copy.deepcopy(model),
             lambda: model.share_memory(),
             lambda: model.requires_grad_(True),
