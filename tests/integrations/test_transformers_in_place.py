@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -157,6 +158,31 @@ def test_the_class_can_be_chosen_and_options_count(drive: Path) -> None:
     model = from_pretrained(drive / "checkpoint", generation_config=generation, config=config)
     assert model.generation_config.max_new_tokens == 3
     assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_the_current_directory_may_change_meanwhile(kind: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    monkeypatch.chdir(drive)
+    model = from_pretrained("checkpoint", min_table_bytes=1000)
+    monkeypatch.chdir("/")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    model.streaming.close()
+
+
+def test_an_adapter_in_the_folder_is_refused(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+
+    def load_adapter(self: Any, path: str, **_: Any) -> None:
+        """Do as transformers does where peft is installed."""
+        self._load_pretrained_model(model=self, state_dict=None, checkpoint_files=[path], load_config=None, expected_keys=[])
+
+    with (
+        mock.patch("transformers.modeling_utils.maybe_load_adapters", lambda name, *_, **how: (name, name, how)),
+        mock.patch("transformers.PreTrainedModel.load_adapter", load_adapter),
+        pytest.raises(ValueError, match=r"checkpoint' also has an adapter.*load it into the streamed model"),
+    ):
+        from_pretrained(drive / "checkpoint")
 
 
 def test_while_accelerates_offload_is_streamed_as_well(drive: Path) -> None:
