@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -168,6 +170,20 @@ def test_the_current_directory_may_change_meanwhile(kind: str, drive: Path, monk
     monkeypatch.chdir("/")
     assert torch.equal(models.tokens(model), models.tokens(known))
     model.streaming.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_model_is_copied_and_pickled_once_it_is_restored(kind: str, drive: Path) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", memory_budget="1GB")
+    for use in (copy.deepcopy, pickle.dumps):
+        for each in (model, model.streaming):
+            with pytest.raises(RuntimeError, match=r"close\(restore=True\)"):
+                use(each)
+    model.streaming.close(restore=True)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.streaming is None
+        assert torch.equal(models.tokens(copied), models.tokens(known))
 
 
 def test_an_adapter_in_the_folder_is_refused(drive: Path) -> None:

@@ -396,6 +396,10 @@ def test_a_closed_stream_says_so_and_a_restored_model_is_its_own(world: World) -
         world.check(ORDER)
     with pytest.raises(RuntimeError, match=r"'parts\.0\..*' is streamed"):
         world.check(ORDER)
+    streaming = world.stream()
+    streaming.close()
+    with pytest.raises(RuntimeError, match=r"closed without restore.*load the model again"):
+        streaming.close(restore=True)
     streaming = world.stream(memory_budget=8192)
     world.check(ORDER)
     with Broken(world.store), pytest.raises(OSError, match="data of"):
