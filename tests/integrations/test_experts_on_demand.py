@@ -345,6 +345,9 @@ def test_an_index_that_lies_is_told(drive: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=re.escape(name)) as raised:
         offload_experts(model, drive, memory_budget=BUDGET)
     assert Path(str(raised.value.filename)).parent == drive
+    streamed = from_pretrained(drive, memory_budget=BUDGET)  # which reads the headers of all files, as transformers does
+    assert torch.equal(tokens(streamed), tokens(model))
+    streamed.streaming.close()
 
 
 def test_a_shard_that_is_replaced_after_its_header_was_read_is_named(drive: Path) -> None:
