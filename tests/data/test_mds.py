@@ -14,6 +14,7 @@ import torch
 
 from deepnvme.data import CorruptSamples, SampleDataset, SampleUnreadable
 
+from ..support.files import flip
 from ..support.sample_formats import same_samples, write_mds
 
 ENCODINGS = {"data": "bytes", "label": "int"}
@@ -119,11 +120,24 @@ def test_a_damaged_sample_is_named(path: Path, length: bytes, reason: str) -> No
     assert len(dataset.__getitems__(range(10))) == 9
 
 
-@pytest.mark.parametrize("head", [b"\xff\x01", b"\x05", b""])
+@pytest.mark.parametrize("head", [b"\xff\x01", b"\x05", b"", b"\x41\x07" + b"\xff" * 8, b"\x41\x04\x03" + b"\0" * 8])
 def test_a_damaged_array_is_named(drive: Path, head: bytes) -> None:
     write_mds(drive / "mds", {"data": "ndarray"}, [{"data": head}], shard=1)
     with pytest.raises(SampleUnreadable, match=r"sample 0, .*it is damaged"):
         SampleDataset(drive / "mds")[0]
+
+
+def test_a_flipped_bit_leads_to_an_error_or_another_value(path: Path) -> None:
+    """Never outside of a shard: it has no checksums."""
+    for at in range((path / "shard.00001.mds").stat().st_size):
+        flip(path / "shard.00001.mds", at)
+        try:
+            dataset = SampleDataset(path, errors="skip")
+            assert len(dataset.__getitems__(range(10))) + dataset.skipped == 10
+        except CorruptSamples:
+            pass
+        flip(path / "shard.00001.mds", at)
+    assert len(SampleDataset(path).__getitems__(range(10))) == 10
 
 
 def test_a_shard_that_mosaicml_has_written_is_what_its_reader_reads(drive: Path) -> None:
