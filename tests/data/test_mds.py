@@ -54,6 +54,16 @@ def test_an_index_that_lies_is_an_error(path: Path, change: Any) -> None:
         SampleDataset(path)
 
 
+@pytest.mark.parametrize("names", [["data"], ["data", "data"]])
+def test_columns_that_do_not_fit_their_encodings_are_an_error(path: Path, names: list[str]) -> None:
+    index = json.loads((path / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["column_names"] = names
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptSamples, match="have the encodings"):
+        SampleDataset(path)
+
+
 @pytest.mark.parametrize("index", [b"", b"{}", b"[]", b"\xff", b'{"shards": [{}]}'])
 def test_a_damaged_index_is_an_error(path: Path, index: bytes) -> None:
     (path / "index.json").write_bytes(index)
@@ -74,7 +84,7 @@ def test_compressed_shards_and_shards_of_other_columns_are_refused(path: Path, c
         SampleDataset(path)
 
 
-@pytest.mark.parametrize("encoding", ["pkl", "pil", "str_decimal", "list[jpeg]", "ndarray:complex64", "int:3"])
+@pytest.mark.parametrize("encoding", ["pkl", "pil", "str_decimal", "list[jpeg]", "ndarray:complex64", "ndarray:int8:a", "int:3"])
 def test_an_encoding_that_is_not_read_in_place_is_refused(path: Path, encoding: str) -> None:
     for _ in range(2):
         changed(path, {"column_encodings": [encoding, "int"]})
@@ -100,10 +110,11 @@ def test_a_shard_that_is_cut_off_is_an_error(path: Path, kept: int) -> None:
     assert raised.value.filename == str(shard)
 
 
-def test_offsets_that_descend_are_an_error(path: Path) -> None:
+@pytest.mark.parametrize(("at", "offset"), [(4, 0), (12, 0xFFFFFFFF)])
+def test_offsets_that_descend_or_are_of_the_header_are_an_error(path: Path, at: int, offset: int) -> None:
     with (path / "shard.00000.mds").open("r+b") as file:
-        file.seek(12)
-        file.write(b"\xff\xff\xff\xff")
+        file.seek(at)
+        file.write(offset.to_bytes(4, "little"))
     with pytest.raises(CorruptSamples, match="does not have offsets"):
         SampleDataset(path)
 
