@@ -76,16 +76,12 @@ class MDSLayout(OffsetsLayout):
 def _offsets(path: Path, samples: int, least: int) -> torch.Tensor:
     """Return the offsets of a shard's samples, which have at least ``least`` bytes, and of its end. Raises CorruptSamples."""
     with with_filename(path), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if 4 * samples + 8 <= size:
-            found = torch.frombuffer(bytearray(file.read(4 * samples + 8)), dtype=torch.int32).long() & 0xFFFFFFFF
-            if (
-                found[0] == samples
-                and found[1] >= 4 * samples + 8
-                and found[-1] == size
-                and bool((found[1:].diff() >= least).all())
-            ):
-                return found[None, 1:]
+        size, head = os.fstat(file.fileno()).st_size, 4 * samples + 8
+        if head <= size:
+            found = torch.frombuffer(bytearray(file.read(head)), dtype=torch.int32).long() & 0xFFFFFFFF
+            ends = found[1:]
+            if found[0] == samples and ends[0] >= head and ends[-1] == size and bool((ends.diff() >= least).all()):
+                return ends[None]
     raise CorruptSamples(path, f"it does not have offsets of {samples} samples in {size} bytes")
 
 
