@@ -65,7 +65,7 @@ __all__ = ["NVMeStorage"]
 
 RECORDS, STATE = "deepnvme-replay.records", "deepnvme-replay.state"
 """Names of the files."""
-_KIND = ("deepnvme replay", 1)
+_KIND = ("deepnvme replay", 2)
 _SEPARATOR = "::"
 """Joins the keys of nested TensorDicts."""
 
