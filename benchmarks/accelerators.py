@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Settings:
     size: int
     rounds: int
     seconds: float
+    quick: bool
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def measure(settings: Settings, progress: Progress) -> dict[str, dict[str, Busy]
     """Measure all models in directories below ``settings.directory``, which are removed."""
     found: dict[str, dict[str, Busy]] = {}
     for name, model in MODELS.items():
+        if settings.quick:
+            model = replace(model, nbytes=model.nbytes // 1000, compute_seconds=model.compute_seconds / 1000)
         with tempfile.TemporaryDirectory(prefix="accelerators-", dir=settings.directory) as directory:
             drive.check(Path(directory), settings.size)
             path = Path(directory) / "samples"
@@ -148,7 +151,8 @@ def measure(settings: Settings, progress: Progress) -> dict[str, dict[str, Busy]
             count = max(settings.size // model.nbytes, 3 * model.batch)
             Worker().write(directory=str(path), size=model.nbytes, count=count)
             progress(f"{name}: torch's loader")
-            steps = {workers: measured(torchs(workers), model, path, 1, 0.0, settings) for workers in WORKERS}
+            numbers = WORKERS[:1] if settings.quick else WORKERS
+            steps = {workers: measured(torchs(workers), model, path, 1, 0.0, settings) for workers in numbers}
             best = min(steps, key=lambda workers: steps[workers])
             found[name] = {f"torch's loader, {best} workers": busy(torchs(best), model, path, settings)}
             progress(f"{name}: deepnvme")
@@ -171,8 +175,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path | N
     parser.add_argument("--rounds", type=positive, help="measurements, of which the median counts (default: 1)")
     parser.add_argument("--size", type=size, help="bytes of the samples of a model (default: 5G)")
     parser.add_argument("--seconds", type=positive, help="how long a measurement takes at most (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="a trial of the benchmark itself: samples and times of a thousandth")
     given = parser.parse(arguments)
-    return Settings(given.dir, given.size or 5 << 30, given.rounds or 1, given.seconds or 2), given.json
+    settings = Settings(
+        directory=given.dir,
+        size=given.size or (1 << 20 if given.quick else 5 << 30),
+        rounds=given.rounds or 1,
+        seconds=given.seconds or (0.1 if given.quick else 2),
+        quick=given.quick,
+    )
+    return settings, given.json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

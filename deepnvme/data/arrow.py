@@ -56,6 +56,8 @@ class ArrowLayout(OffsetsLayout):
         for batch, file in _batches(path):
             columns, offsets = [_column(field) for field in batch.schema], []
             self._columns = self._columns or columns
+            if len({column.name for column in columns}) != len(columns):
+                raise ValueError(f"'{path}' has two columns with one name")
             if columns != self._columns or all(map(_is_number, columns)):
                 raise ValueError(f"'{path}' has other columns than the file before it, or only numbers, which fit into memory")
             for column, rows in zip(columns, batch.columns, strict=True):

@@ -102,7 +102,7 @@ class Layout(ABC):
     def sample(self, number: int, *data: memoryview) -> Any:
         """Return a sample from the bytes of its ranges. Tensors may be views of them.
 
-        Raises LookupError, RuntimeError or ValueError for damaged bytes.
+        Raises LookupError, RuntimeError, TypeError or ValueError for damaged bytes.
         """
         raise NotImplementedError
 

@@ -8,6 +8,7 @@ columns.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,10 +50,13 @@ class MDSLayout(OffsetsLayout):
 
     def __init__(self, directory: Path) -> None:
         shards = read_manifest(directory / INDEX_NAME, 1 << 30, _Index.model_validate_json, CorruptSamples).shards
-        columns = {tuple(zip(shard.column_names, shard.column_encodings, strict=True)) for shard in shards}
+        columns = {(shard.column_names, shard.column_encodings) for shard in shards}
         if len(columns) != 1 or any(shard.compression for shard in shards):
             raise ValueError(f"'{directory}': its shards are compressed, their columns differ, or there are none")
-        self._columns = [_column(*each) for each in columns.pop()]
+        names, encodings = columns.pop()
+        if len(set(names)) != len(encodings):
+            raise CorruptSamples(directory / INDEX_NAME, f"the columns {names} have the encodings {encodings}")
+        self._columns = list(map(_column, names, encodings))
         self._head = 4 * sum(not column.fixed for column in self._columns)
         paths = [directory / shard.basename for shard in shards]
         super().__init__(paths, lambda number, path: [_offsets(path, shards[number].samples, self._head)])
@@ -75,7 +79,12 @@ def _offsets(path: Path, samples: int, least: int) -> torch.Tensor:
         size = os.fstat(file.fileno()).st_size
         if 4 * samples + 8 <= size:
             found = torch.frombuffer(bytearray(file.read(4 * samples + 8)), dtype=torch.int32).long() & 0xFFFFFFFF
-            if found[0] == samples and found[-1] == size and bool((found[1:].diff() >= least).all()):
+            if (
+                found[0] == samples
+                and found[1] >= 4 * samples + 8
+                and found[-1] == size
+                and bool((found[1:].diff() >= least).all())
+            ):
                 return found[None, 1:]
     raise CorruptSamples(path, f"it does not have offsets of {samples} samples in {size} bytes")
 
@@ -93,9 +102,10 @@ class _Array(Column):
 
 
 def _column(name: str, encoding: str) -> Column:
-    kind, dtype, shape, *_ = [*encoding.split(":"), "", ""]
     if encoding in _KINDS:
         return Column(name, _KINDS[encoding])
-    if kind != "ndarray" or dtype not in {"", *_DTYPES.values()}:
+    found = re.fullmatch(r"ndarray(?::(\w+)(?::(\d+(?:,\d+)*))?)?", encoding)
+    if found is None or found[1] not in (None, *_DTYPES.values()):
         raise ValueError(f"column '{name}' has the encoding '{encoding}', which is not read in place")
+    dtype, shape = found.groups("")
     return Column(name, dtype, tuple(map(int, shape.split(",")))) if shape else _Array(name, dtype or "bytes", (-1,))

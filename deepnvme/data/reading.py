@@ -99,7 +99,7 @@ class BatchRead:
             try:
                 ranges = (memory[starts[at] : ends[at]] for at in range(index, len(starts), len(numbers)))
                 sample = self.layout.sample(numbers[index], *ranges)
-            except (LookupError, RuntimeError, ValueError) as error:
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 self._report(index, error)
             else:
                 yield numbers[index], sample

@@ -78,8 +78,8 @@ class Column:
             if not isinstance(value, _PLAIN[self.kind]):
                 raise TypeError(f"'{self.name}' must be {self.kind}, got {type(value).__name__}")
             return memoryview(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value).cast("B")
-        number = isinstance(value, bool | int | float | complex)
-        fits = number and torch.can_cast(torch.tensor(type(value)()).dtype, self.dtype)
+        number = next((kind for kind in (bool, int, float, complex) if isinstance(value, kind)), None)
+        fits = number is not None and torch.can_cast(torch.tensor(number()).dtype, self.dtype)
         try:
             given = torch.as_tensor(value, dtype=self.dtype if fits else None)
         except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError for a number that is too large
@@ -92,12 +92,15 @@ class Column:
         return memory_of(flat_bytes(given.cpu().resolve_conj().resolve_neg().contiguous()))
 
     def decode(self, data: memoryview) -> Any:
-        """Return the value whose bytes these are. A tensor is a view of them."""
+        """Return the value whose bytes these are. A tensor is a view of them if their address is aligned."""
         if self.kind == "bytes":
             return bytes(data)
         if self.kind == "str":
             return str(data, "utf-8", "surrogatepass")
-        return (torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)).view(self.shape)
+        found = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        if found.data_ptr() % self.dtype.itemsize:  # in files of other projects
+            found = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        return found.view(self.shape)
 
 
 class RecordFormat:

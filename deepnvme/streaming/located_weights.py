@@ -6,6 +6,7 @@ model's class gets a subclass whose method that loads weights notes the files an
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,10 +48,18 @@ def locate_weights(
     weights: dict[str, Place] = {}
     versions: dict[str, Version] = {}
 
-    def note_files(model: Any, state_dict: object, files: Sequence[str] | None, load_config: Any, *_: Any, **__: Any) -> Any:
+    def note_files(
+        model: Any, state_dict: object, checkpoint_files: Sequence[str] | None, load_config: Any, *_: Any, **__: Any
+    ) -> Any:
         """Take the place of ``_load_pretrained_model``: locate the weights, and load none."""
-        versions.update((file, file_version(file)) for file in files or ())
-        found = {weight: each for file in files or () for weight, each in weights_in(file).items()}
+        if versions:  # transformers has found an adapter_config.json
+            raise ValueError(
+                f"{name!r} also has an adapter, which is not streamed: load it into the streamed model, from a folder of its own"
+            )
+        # The current directory may change while the model is streamed.
+        paths = [os.path.abspath(file) for file in checkpoint_files or ()]
+        versions.update((path, file_version(path)) for path in paths)
+        found = {weight: each for path in paths for weight, each in weights_in(path).items()}
         scaled = with_scales(found, quantization, own=model.state_dict(), needed=quantization is not None)
         named, unexpected = renamed(model, scaled, load_config.weight_mapping or ())
         _check_none_missing(model, named)

@@ -45,10 +45,18 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:  # by state_dict(), of which peft saves and loads only an adapter's weights
+            return args[0]._alias()
         next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Placeholder))._refuse(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({self.weight!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def _alias(self) -> Placeholder:
+        """Return another placeholder that does the same."""
+        made = type(self).__new__(type(self), self.weight, self.block, WeightInfo.of(self), self.device)
+        made.__dict__.update(self.__dict__)
+        return made
 
     # Operations that torch does not dispatch: it would carry them out on the missing data, or crash.
 
@@ -65,6 +73,10 @@ class Placeholder(torch.Tensor):
     def share_memory_(self) -> NoReturn:
         """Raise RuntimeError: there is no memory."""
         self._refuse("share_memory_")
+
+    def storage(self) -> NoReturn:
+        """Raise RuntimeError: there is no memory."""
+        self._refuse("storage")
 
     def untyped_storage(self) -> NoReturn:
         """Raise RuntimeError: there is no memory."""

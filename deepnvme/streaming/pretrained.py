@@ -140,7 +140,8 @@ def from_pretrained(
             ``model_class`` is no class.
         ValueError: If the store in ``path`` is of another checkpoint (the message names the differences), if the
             checkpoint is quantised other than to FP8, or if ``kv_offload`` is none of the above. Without ``path``: if something
-            needs a store, or the checkpoint lacks a weight of the model; the message names the weights. Or if ``experts`` is
+            needs a store, or the checkpoint lacks a weight of the model; the message names the weights. If the routers of the
+            model convert their own weights to another dtype, as those of Switch and NLLB-MoE do. Or if ``experts`` is
             "on-demand", and the model has no experts that can be read on demand.
         CorruptCheckpoint: If a file of the checkpoint is damaged, or an FP8 weight has no scales that fit. Later, from the model:
             if a file was changed.
@@ -151,6 +152,7 @@ def from_pretrained(
     transformers = _transformers()
     name = _checked_name(name_or_path, options)
     config = _config(transformers, name, options)
+    _check_routers(config, options)
     kind = _class_of(transformers, config, model_class)
     quantization = _without_quantization(config)
     if quantization is not None:  # otherwise transformers makes modules of its own for it
@@ -268,6 +270,16 @@ def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Pretrai
     if quantization is not None and str(method) not in _FP8_METHODS:
         raise ValueError(f"the checkpoint is quantised ({method}), which is not streamed: give one in FP8, or not quantised")
     return config
+
+
+def _check_routers(config: PretrainedConfig, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a forward would convert weights of the model: routers of Switch and NLLB-MoE do, to their own dtype."""
+    wanted, dtype = getattr(config, "router_dtype", None), _wanted_dtype(config, options)
+    if wanted is not None and dtype is not None and str(dtype).removeprefix("torch.") != wanted:
+        kind = type(config).__name__.removesuffix("Config")
+        raise ValueError(
+            f"the routers of {kind} convert their own weights to {wanted}, but streamed ones stay: give dtype={wanted!r}"
+        )
 
 
 def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:

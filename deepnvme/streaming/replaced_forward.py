@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch._guards import detect_fake_mode
 
-_FIRST = "close(restore=True) its stream first"
+FIRST = "close(restore=True) its stream first"
+"""What to do before a use that needs all weights in memory, for messages."""
 
 
 class ReplacedForward:
@@ -30,17 +31,17 @@ class ReplacedForward:
         if torch.compiler.is_dynamo_compiling():
             _refuse_to_compile()
         if torch._C._is_tracing():  # a trace keeps the tensors that it has recorded, even if it fails
-            raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {_FIRST}")
+            raise RuntimeError(f"a model whose weights are streamed cannot be traced by torch.jit: {FIRST}")
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
-            raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {_FIRST}")
+            raise RuntimeError(f"a model whose weights are streamed does not compute with fake tensors: {FIRST}")
         return self._called(functools.partial(self._call, self._forward, args, kwargs))
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise AttributeError, with advice for users of torch.jit.script and torch.export, which look for a function's code."""
-        raise AttributeError(f"the forward of a model whose weights are streamed has no {name}, for it is no function: {_FIRST}")
+        raise AttributeError(f"the forward of a model whose weights are streamed has no {name}, for it is no function: {FIRST}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {_FIRST}")
+        raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {FIRST}")
 
 
 def check_process(process: int) -> None:
@@ -52,7 +53,7 @@ def check_process(process: int) -> None:
 def _refuse_to_compile() -> NoReturn:
     from torch._dynamo.exc import TorchRuntimeError  # which it does not take for a bug of its own; a RuntimeError
 
-    raise TorchRuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {_FIRST}")
+    raise TorchRuntimeError(f"a model whose weights are streamed cannot be compiled by torch.compile: {FIRST}")
 
 
 # As torch._dynamo.assume_constant_result does, whose import takes a second: what is so marked runs when torch.compile comes to

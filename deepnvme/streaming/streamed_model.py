@@ -26,6 +26,7 @@ from .extent_cache import ExtentCache
 from .extent_memory import PinnedSlots, Slots
 from .extent_reader import ExtentReader
 from .module_weights import ModuleWeights
+from .replaced_forward import FIRST
 from .resident_weights import residents
 from .stream_report import StreamReport
 from .streamed_forwards import StreamedForward, StreamedForwards
@@ -221,7 +222,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
         self._cache = ExtentCache(self._reader.read, sizes, self._slots, chosen, stored)
         self._weights = ModuleWeights(model, store, self._reader.extents, device)
         self._forwards = StreamedForwards(store, self._cache, self._weights)
-        self._ended = False
+        self._ended = self._restored = False
         self.owns_store = owns_store
         own: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (among, dict(among)) for module in model.modules() for among in (module._parameters, module._buffers)
@@ -278,13 +279,15 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 streamed.
 
         Raises:
-            RuntimeError: If called within a forward of the model; or with ``restore`` if the model's experts were closed
-                without it.
+            RuntimeError: If called within a forward of the model; or with ``restore`` after a close without it, also one of the
+                model's experts.
             OSError: If reading fails. The model is still streamed then.
         """
         self._forwards.check_not_in_forward("close()")
         with self._forwards.lock:
             if self._ended:
+                if restore and not self._restored:
+                    raise RuntimeError("the stream was closed without restore: load the model again")
                 return
             if restore and self.experts is not None:
                 self.experts.close(restore)
@@ -301,7 +304,7 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
                 closing.callback(self._cache.close)
                 if self.experts is not None:
                     closing.callback(self.experts.close)
-                self._ended = True
+                self._ended, self._restored = True, restore
                 self._forwards.unwrap()
                 for name in self._store.extents:
                     if restore:
@@ -311,6 +314,12 @@ class Streaming(contextlib.AbstractContextManager["Streaming"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model whose stream has ended has None in place of the stream. Raises RuntimeError while it is streamed."""
+        if not self._ended:
+            raise RuntimeError(f"a model whose weights are streamed cannot be copied or pickled: {FIRST}")
+        return type(None), ()
 
     def _read(self, extent: str) -> torch.Tensor:
         """Read an extent into newly allocated memory. Blocks."""

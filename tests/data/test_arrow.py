@@ -68,6 +68,14 @@ def test_a_file_of_numbers_and_one_with_other_columns_are_refused(drive: Path) -
         SampleDataset(paths)
 
 
+def test_two_columns_with_one_name_are_refused(drive: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array([1])], names=["x", "x"])
+    with ipc.new_stream(drive / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(ValueError, match="two columns with one name"):
+        SampleDataset(drive / "a.arrow")
+
+
 def test_a_file_without_rows_is_refused(drive: Path) -> None:
     with pytest.raises(ValueError, match="there are no samples in"):
         SampleDataset(stream(drive / "a.arrow", {"x": pyarrow.array([], pyarrow.string())}))

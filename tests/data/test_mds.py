@@ -14,6 +14,7 @@ import torch
 
 from deepnvme.data import CorruptSamples, SampleDataset, SampleUnreadable
 
+from ..support.files import flip
 from ..support.sample_formats import same_samples, write_mds
 
 ENCODINGS = {"data": "bytes", "label": "int"}
@@ -53,6 +54,16 @@ def test_an_index_that_lies_is_an_error(path: Path, change: Any) -> None:
         SampleDataset(path)
 
 
+@pytest.mark.parametrize("names", [["data"], ["data", "data"]])
+def test_columns_that_do_not_fit_their_encodings_are_an_error(path: Path, names: list[str]) -> None:
+    index = json.loads((path / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["column_names"] = names
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptSamples, match="have the encodings"):
+        SampleDataset(path)
+
+
 @pytest.mark.parametrize("index", [b"", b"{}", b"[]", b"\xff", b'{"shards": [{}]}'])
 def test_a_damaged_index_is_an_error(path: Path, index: bytes) -> None:
     (path / "index.json").write_bytes(index)
@@ -73,7 +84,7 @@ def test_compressed_shards_and_shards_of_other_columns_are_refused(path: Path, c
         SampleDataset(path)
 
 
-@pytest.mark.parametrize("encoding", ["pkl", "pil", "str_decimal", "list[jpeg]", "ndarray:complex64", "int:3"])
+@pytest.mark.parametrize("encoding", ["pkl", "pil", "str_decimal", "list[jpeg]", "ndarray:complex64", "ndarray:int8:a", "int:3"])
 def test_an_encoding_that_is_not_read_in_place_is_refused(path: Path, encoding: str) -> None:
     for _ in range(2):
         changed(path, {"column_encodings": [encoding, "int"]})
@@ -99,10 +110,11 @@ def test_a_shard_that_is_cut_off_is_an_error(path: Path, kept: int) -> None:
     assert raised.value.filename == str(shard)
 
 
-def test_offsets_that_descend_are_an_error(path: Path) -> None:
+@pytest.mark.parametrize(("at", "offset"), [(4, 0), (12, 0xFFFFFFFF)])
+def test_offsets_that_descend_or_are_of_the_header_are_an_error(path: Path, at: int, offset: int) -> None:
     with (path / "shard.00000.mds").open("r+b") as file:
-        file.seek(12)
-        file.write(b"\xff\xff\xff\xff")
+        file.seek(at)
+        file.write(offset.to_bytes(4, "little"))
     with pytest.raises(CorruptSamples, match="does not have offsets"):
         SampleDataset(path)
 
@@ -119,11 +131,24 @@ def test_a_damaged_sample_is_named(path: Path, length: bytes, reason: str) -> No
     assert len(dataset.__getitems__(range(10))) == 9
 
 
-@pytest.mark.parametrize("head", [b"\xff\x01", b"\x05", b""])
+@pytest.mark.parametrize("head", [b"\xff\x01", b"\x05", b"", b"\x41\x07" + b"\xff" * 8, b"\x41\x04\x03" + b"\0" * 8])
 def test_a_damaged_array_is_named(drive: Path, head: bytes) -> None:
     write_mds(drive / "mds", {"data": "ndarray"}, [{"data": head}], shard=1)
     with pytest.raises(SampleUnreadable, match=r"sample 0, .*it is damaged"):
         SampleDataset(drive / "mds")[0]
+
+
+def test_a_flipped_bit_leads_to_an_error_or_another_value(path: Path) -> None:
+    """Never outside of a shard: it has no checksums."""
+    for at in range((path / "shard.00001.mds").stat().st_size):
+        flip(path / "shard.00001.mds", at)
+        try:
+            dataset = SampleDataset(path, errors="skip")
+            assert len(dataset.__getitems__(range(10))) + dataset.skipped == 10
+        except CorruptSamples:
+            pass
+        flip(path / "shard.00001.mds", at)
+    assert len(SampleDataset(path).__getitems__(range(10))) == 10
 
 
 def test_a_shard_that_mosaicml_has_written_is_what_its_reader_reads(drive: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
 from deepnvme.data import CorruptSamples, SampleDataset, SampleUnreadable, SampleWriter, TokenDataset, merge_samples
-from deepnvme.data.sample_files import ENTRY
+from deepnvme.data.sample_files import ENTRY, Column
 from deepnvme.files.directory_lock import StoreLocked
 
 from ..support.files import flip, open_files
@@ -134,6 +134,35 @@ def test_a_sample_that_does_not_fit_is_refused_and_the_writer_goes_on(drive: Pat
             writer.append(**sample)
         writer.append(image=b"1", label=1)
     assert [(each["image"], int(each["label"])) for each in SampleDataset(drive / "samples")] == [(b"0", 0), (b"1", 1)]
+
+
+def test_tensors_at_any_address_are_aligned() -> None:
+    values = torch.arange(3)
+    for start in range(8):
+        data = bytearray(start) + values.numpy().tobytes()
+        found = Column("numbers", "int64", (3,)).decode(memoryview(data)[start:])
+        assert torch.equal(found, values)
+        assert found.data_ptr() % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (signal.SIGINT, torch.int64), ((1 << 64) - 1, torch.uint64), (True, torch.uint8), (False, torch.bool),
+        (2, torch.float32), (0.5, torch.bfloat16), (0.5, torch.complex64), (1j, torch.complex64),
+    ],
+)  # fmt: skip
+def test_numbers_are_converted_where_nothing_is_lost(drive: Path, value: Any, dtype: torch.dtype) -> None:
+    with SampleWriter(drive / "samples", {"label": dtype}) as writer:
+        writer.append(label=value)
+    found = SampleDataset(drive / "samples")[0]["label"]
+    assert (found.item(), found.dtype) == (value, dtype)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(0.5, torch.int64), (2, torch.bool), (1j, torch.float32), (256, torch.uint8)])
+def test_numbers_that_a_column_cannot_hold_are_refused(drive: Path, value: Any, dtype: torch.dtype) -> None:
+    with SampleWriter(drive / "samples", {"label": dtype}) as writer, pytest.raises(ValueError, match="'label'"):
+        writer.append(label=value)
 
 
 @pytest.mark.parametrize("kinds", [{}, {"a": "text"}, {"a": (torch.int8, (2, -1))}, {"a": (torch.int8, (-1, 0))}, {1: "bytes"}])

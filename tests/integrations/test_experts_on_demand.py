@@ -308,6 +308,12 @@ def test_adapters_of_other_modules_are_trained_as_in_memory(checkpoints: dict[st
             optimizer.step()
             optimizer.zero_grad()
         weights.append(adapters)
+        # As peft does, saves and loads those of the adapters.
+        saved = {name: weight.clone() for name, weight in model.state_dict().items() if name.endswith((".down", ".up"))}
+        assert len(saved) == len(adapters)
+        torch.nn.init.zeros_(adapters[0])
+        assert not model.load_state_dict(saved, strict=False).unexpected_keys
+        assert torch.equal(adapters[0], next(iter(saved.values())))
         if experts is not None:
             experts.close()
     assert all(torch.equal(expected, found) for expected, *others in zip(*weights, strict=True) for found in others)
@@ -339,6 +345,9 @@ def test_an_index_that_lies_is_told(drive: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=re.escape(name)) as raised:
         offload_experts(model, drive, memory_budget=BUDGET)
     assert Path(str(raised.value.filename)).parent == drive
+    streamed = from_pretrained(drive, memory_budget=BUDGET)  # which reads the headers of all files, as transformers does
+    assert torch.equal(tokens(streamed), tokens(model))
+    streamed.streaming.close()
 
 
 def test_a_shard_that_is_replaced_after_its_header_was_read_is_named(drive: Path) -> None:

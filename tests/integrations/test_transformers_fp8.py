@@ -23,6 +23,7 @@ from deepnvme.streaming.experts.expert_files import places_in, slices_in
 from deepnvme.streaming.experts.expert_reader import explain
 
 from ..support.engines import transfers_through
+from ..support.faulty_filesystem import FaultyFilesystem
 from ..support.fp8 import dequantized, to_fp8
 from . import models
 
@@ -259,25 +260,64 @@ def test_tables_of_several_tensors_in_fp8(block: tuple[int, int], tables: int, d
     assert torch.equal(logits(model), logits(known))
 
 
+def scales_apart(folder: Path) -> Path:
+    """Move the scales of a checkpoint of one file to a file of their own, which is returned."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    scales = {name: state.pop(name) for name in list(state) if name.endswith("_scale_inv")}
+    (folder / "model.safetensors").unlink()
+    names = "weights.safetensors", "scales.safetensors"
+    for part, name in zip((state, scales), names, strict=True):
+        safetensors.torch.save_file(part, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, names[0]) | dict.fromkeys(scales, names[1])}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / names[1]
+
+
 def test_a_file_of_scales_that_is_changed_is_named(drive: Path) -> None:
     models.checkpoint("llama", drive / "checkpoint")
     to_fp8(drive / "checkpoint", chosen=lambda name, _: name == EMBEDDING)
-    file = drive / "checkpoint" / "model.safetensors"
-    state = safetensors.torch.load_file(file)
-    scales = {EMBEDDING + "_scale_inv": state.pop(EMBEDDING + "_scale_inv")}
-    file.unlink()
-    names = "weights.safetensors", "scales.safetensors"
-    for part, name in zip((state, scales), names, strict=True):
-        safetensors.torch.save_file(part, drive / "checkpoint" / name, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(state, names[0]) | dict.fromkeys(scales, names[1])}
-    (drive / "checkpoint" / "model.safetensors.index.json").write_text(json.dumps(index))
-    where = weights_in(drive / "checkpoint")[EMBEDDING + "_scale_inv"]
-    assert isinstance(where, Location)
+    scales = scales_apart(drive / "checkpoint")
     model = from_pretrained(drive / "checkpoint", min_table_bytes=1000)
-    os.utime(where.path)
+    os.utime(scales)
     with pytest.raises(CorruptCheckpoint, match="was changed") as changed_scales:
         model.model.embed_tokens(torch.tensor([3]))
-    assert changed_scales.value.filename == where.path
+    assert changed_scales.value.filename == str(scales)
+
+
+def test_scales_of_rows_that_cannot_be_read_are_named(drive: Path, faulty: Any) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+    to_fp8(drive / "checkpoint", chosen=lambda name, _: name == EMBEDDING)
+    scales = scales_apart(drive / "checkpoint")
+    where = weights_in(drive / "checkpoint")[EMBEDDING + "_scale_inv"]
+    assert isinstance(where, Location)
+    with (
+        transfers_through(faulty("threads", error=errno.EIO, error_every=1)),
+        pytest.raises(OSError, match=f"offset {where.offset}") as raised,
+    ):
+        from_pretrained(drive / "checkpoint", min_table_bytes=1000)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(scales))
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "told"),
+    [("llama", None, "offset"), ("mixtral", "streamed", "offset"), ("mixtral", "on-demand", r"expert \d of 'model.* at offset")],
+)
+def test_scales_of_blocks_and_experts_that_cannot_be_read_are_named_and_the_next_call_works(
+    kind: str, experts: Any, told: str, direct_disk: FaultyFilesystem
+) -> None:
+    folder = direct_disk / "checkpoint"
+    models.checkpoint(kind, folder)
+    to_fp8(folder, chosen=lambda name, _: "mlp" in name or "experts" in name)
+    known = by_transformers(folder)
+    scales = scales_apart(folder)
+    model = from_pretrained(folder, experts=experts, prefetch=0)
+    direct_disk.fail("read", times=-1, name=scales.name)
+    with pytest.raises(OSError, match=told) as raised:
+        logits(model)
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(scales))
+    direct_disk.heal()
+    assert torch.equal(logits(model), logits(known))
+    model.streaming.close()
 
 
 # -- experts on demand -------------------------------------------------------------------------------------------------

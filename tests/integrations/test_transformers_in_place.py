@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -157,6 +160,45 @@ def test_the_class_can_be_chosen_and_options_count(drive: Path) -> None:
     model = from_pretrained(drive / "checkpoint", generation_config=generation, config=config)
     assert model.generation_config.max_new_tokens == 3
     assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_the_current_directory_may_change_meanwhile(kind: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    monkeypatch.chdir(drive)
+    model = from_pretrained("checkpoint", min_table_bytes=1000)
+    monkeypatch.chdir("/")
+    assert torch.equal(models.tokens(model), models.tokens(known))
+    model.streaming.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_model_is_copied_and_pickled_once_it_is_restored(kind: str, drive: Path) -> None:
+    known = models.checkpoint(kind, drive / "checkpoint")
+    model = from_pretrained(drive / "checkpoint", memory_budget="1GB")
+    for use in (copy.deepcopy, pickle.dumps):
+        for each in (model, model.streaming):
+            with pytest.raises(RuntimeError, match=r"close\(restore=True\)"):
+                use(each)
+    model.streaming.close(restore=True)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.streaming is None
+        assert torch.equal(models.tokens(copied), models.tokens(known))
+
+
+def test_an_adapter_in_the_folder_is_refused(drive: Path) -> None:
+    models.checkpoint("llama", drive / "checkpoint")
+
+    def load_adapter(self: Any, path: str, **_: Any) -> None:
+        """Do as transformers does where peft is installed."""
+        self._load_pretrained_model(model=self, state_dict=None, checkpoint_files=[path], load_config=None, expected_keys=[])
+
+    with (
+        mock.patch("transformers.modeling_utils.maybe_load_adapters", lambda name, *_, **how: (name, name, how)),
+        mock.patch("transformers.PreTrainedModel.load_adapter", load_adapter),
+        pytest.raises(ValueError, match=r"checkpoint' also has an adapter.*load it into the streamed model"),
+    ):
+        from_pretrained(drive / "checkpoint")
 
 
 def test_while_accelerates_offload_is_streamed_as_well(drive: Path) -> None:

@@ -28,7 +28,7 @@ def made() -> Any:
         ("aten.cat", lambda weight: torch.cat([torch.zeros(1, 4), weight])),
         ("aten._foreach_mul", lambda weight: torch._foreach_mul([torch.zeros(1), weight], 2.0)),
         ("aten.t", lambda weight: nn.functional.linear(torch.zeros(1, 4), weight, bias=torch.zeros(3))),
-        ("aten.detach", lambda weight: weight.data),
+        ("aten.copy_", lambda weight: weight.data.copy_(torch.zeros(3, 4))),
         ("aten._to_copy", lambda weight: weight.float()),
         ("copy.deepcopy", copy.deepcopy),
         ("pickling", pickle.dumps),
@@ -47,8 +47,8 @@ def test_what_needs_data_is_refused_by_name(named: str, use: Callable[[Any], Any
         use(made())
 
 
-def test_what_it_is_can_be_asked() -> None:
-    weight = made()
+@pytest.mark.parametrize("weight", [made(), made().detach()], ids=["itself", "detached, as state_dict() does"])
+def test_what_it_is_can_be_asked(weight: Any) -> None:
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.bfloat16, "cpu")
     assert (weight.numel(), weight.nbytes, weight.ndim) == (12, 24, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import io
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import deepnvme
 from deepnvme.model.quantization import dequantize, quantize
 from deepnvme.store.data_file import DATA_NAME
 from deepnvme.streaming import CorruptExtent, Streaming, WeightMismatch, WeightStore, stream
@@ -268,7 +271,9 @@ def test_weights_are_refused_by_name_where_they_are_not_in_memory(world: World) 
         for use in (
             lambda: model.to(torch.float64),
             lambda: model.half(),
-            lambda: model.state_dict(),
+            lambda: torch.save(model.state_dict(), io.BytesIO()),
+            lambda: save_file(model.state_dict(), world.directory / "model.safetensors"),
+            lambda: deepnvme.save(model.state_dict(), world.directory / "model.pt"),
             lambda: copy.deepcopy(model),
             lambda: model.share_memory(),
             lambda: model.requires_grad_(True),
@@ -391,6 +396,10 @@ def test_a_closed_stream_says_so_and_a_restored_model_is_its_own(world: World) -
         world.check(ORDER)
     with pytest.raises(RuntimeError, match=r"'parts\.0\..*' is streamed"):
         world.check(ORDER)
+    streaming = world.stream()
+    streaming.close()
+    with pytest.raises(RuntimeError, match=r"closed without restore.*load the model again"):
+        streaming.close(restore=True)
     streaming = world.stream(memory_budget=8192)
     world.check(ORDER)
     with Broken(world.store), pytest.raises(OSError, match="data of"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from deepnvme.transfer.gather import CHUNK
 
 
 def test_a_write_that_fails_is_raised(drive: Path, faulty: Any) -> None:
-    appended = AppendedFile(faulty("threads", error_every=1), drive / "file")
+    engine = faulty("threads", error_every=1)
+    memory = engine_for([drive], None)
+    used = SimpleNamespace(open=engine.open, write=engine.write, fsync=engine.fsync, empty_pinned=memory.empty_pinned)
+    appended = AppendedFile(used, drive / "file")  # type: ignore[arg-type]
     appended.append(bytes(100))
     with pytest.raises(OSError, match="file"):
         appended.flush()

@@ -97,6 +97,9 @@ class UnreadWeight(Placeholder):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
         def present(each: Any) -> Any:
             return each.read().to(device=each.device, dtype=each.dtype) if isinstance(each, UnreadWeight) else each
 

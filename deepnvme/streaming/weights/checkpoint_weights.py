@@ -199,6 +199,7 @@ def located_in(checkpoint: str | os.PathLike[str], model: nn.Module) -> tuple[di
         CorruptCheckpoint: If the checkpoint was changed meanwhile.
         Exception: Any error of :func:`deepnvme.checkpoint.weight_locations.weights_in`.
     """
+    checkpoint = os.path.abspath(checkpoint)  # the current directory may change while the model is streamed
     versions: dict[str, Version] = {}
     for path in files_of(checkpoint):
         with contextlib.suppress(FileNotFoundError):  # of which weights_in says more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
 import re
 import signal
@@ -448,7 +449,7 @@ def test_a_model_without_experts_is_refused(packed: World, patterns: list[str] |
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (lambda model: model.state_dict(), "up"),
+        (lambda model: torch.save(model.state_dict(), io.BytesIO()), "up"),
         (copy.deepcopy, "copy|copied"),
         (lambda model: model.mixtures[0].up * 2, r"mul.*'mixtures\.0\.up'"),
         (lambda model: model.mixtures[0].up[1], r"read in the forward of 'mixtures\.0'"),

@@ -222,6 +222,14 @@ def test_a_state_dict_of_torchs_with_transposed_weights(drive: Path) -> None:
         check(streamed, memory)
 
 
+def test_the_current_directory_may_change_meanwhile(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = stack()
+    monkeypatch.chdir(file.parent)
+    with stream(streamed, file.name):
+        monkeypatch.chdir("/")
+        check(streamed, stack())
+
+
 def test_a_block_in_several_files(drive: Path) -> None:
     memory, streamed = stack(), stack()
     with stream(streamed, sharded(memory, drive / "shards"), memory_budget=2 * PAGE):
