@@ -612,6 +612,20 @@ def test_slots_between_that_were_never_written_are_not_read(opened: Open) -> Non
         storage.get(3)
 
 
+def test_a_key_that_looks_like_a_nested_one_is_refused(opened: Open) -> None:
+    storage = opened()
+    with pytest.raises(ValueError, match="keys of transitions must not have '::'"):
+        storage.set(range(2), TensorDict({"next": {"a::b": torch.zeros(2)}}, [2]))
+    assert not storage.initialized
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 31])
+def test_a_size_that_the_map_cannot_have_is_refused(opened: Open, drive: Path, size: int) -> None:
+    with pytest.raises(ValueError, match="max_size must be in"):
+        opened(size)
+    assert not (drive / "replay").exists()
+
+
 def test_rows_of_too_few_dimensions_are_refused(opened: Open) -> None:
     with pytest.raises(ValueError, match="rows of 1"):
         opened(ndim=2).set(0, TensorDict({"number": torch.tensor(1)}, []))
