@@ -65,15 +65,22 @@ __all__ = ["NVMeStorage"]
 
 RECORDS, STATE = "deepnvme-replay.records", "deepnvme-replay.state"
 """Names of the files."""
-_KIND = ("deepnvme replay", 1)
+_KIND = ("deepnvme replay", 2)
 _SEPARATOR = "::"
 """Joins the keys of nested TensorDicts."""
+_MOST_SLOTS = (1 << 31) // 17 * 16
+"""The map has int32 numbers of places, and there is a place more for each 16 slots."""
 
 
 def _flattened(data: Any) -> TensorDictBase:
-    """Return a TensorDict without nested ones. Raises TypeError for other data, and unless it has dense tensors only."""
+    """Return a TensorDict without nested ones.
+
+    Raises TypeError for other data, and unless it has dense tensors only; ValueError for a key that looks like a nested one.
+    """
     if not isinstance(data, TensorDictBase):
         raise TypeError(f"NVMeStorage stores TensorDicts, got {type(data).__name__}: give what its to_tensordict() returns")
+    if any(_SEPARATOR in part for key in data.keys(True) for part in ([key] if isinstance(key, str) else key)):
+        raise ValueError(f"keys of transitions must not have '{_SEPARATOR}', which joins nested keys: {list(data.keys(True))}")
     flat = data.detach().flatten_keys(_SEPARATOR, is_leaf=lambda kind: kind not in (TensorDict, LazyStackedTensorDict))
     for name, value in flat.items():
         check_storable(name, value)
@@ -112,7 +119,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        ValueError: If the directory has a storage of another size.
+        ValueError: If ``max_size`` is out of range, or the directory has a storage of another size.
         StoreLocked: If another storage has the directory.
         OSError: If a file cannot be read, or is damaged (EBADMSG).
     """
@@ -130,6 +137,8 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
         aio_config: AioConfig | None = None,
     ) -> None:
         self._budget = budget_bytes(memory_budget, "memory_budget")
+        if not 1 <= max_size <= _MOST_SLOTS:
+            raise ValueError(f"max_size must be in [1, {_MOST_SLOTS}], got {max_size}")
         super().__init__(None, max_size, ndim=ndim)
         self.path = Path(path).absolute()
         """The storage's directory."""
@@ -362,7 +371,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
 
         Raises:
             TypeError: If the data is no TensorDict, or has something else than dense tensors.
-            ValueError: If a key is missing, a shape is another one than the storage's, or an index occurs twice.
+            ValueError: If a key is missing or has "::", a shape is another one than the storage's, or an index occurs twice.
             OSError: If the drive cannot be written, or has too little space. The slots have their former transitions, or some of
                 the new ones.
         """

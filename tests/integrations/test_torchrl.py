@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import pickle
 import random
 import shutil
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     )
 
 from deepnvme.files.directory_lock import StoreLocked
+from deepnvme.files.manifest import with_checksum
 from deepnvme.integrations import torchrl as integration
 from deepnvme.integrations.torchrl import RECORDS, STATE, NVMeStorage
 from deepnvme.memory.pool import OutOfBuffers
@@ -265,6 +267,19 @@ def test_a_file_that_is_no_state_is_refused(opened: Open, drive: Path, content: 
     with pytest.raises(OSError, match="damaged") as caught:
         opened()
     assert caught.value.errno == errno.EBADMSG
+
+
+def test_a_state_whose_leaves_have_lists_of_keys_is_refused_by_its_version(opened: Open, drive: Path) -> None:
+    storage = opened()
+    fill(storage, 0, 50)
+    storage.close()
+    file = drive / "replay" / STATE
+    _, body, places = file.read_bytes().split(b"\n", 2)
+    fields = json.loads(body)
+    fields["leaves"] = [[name.split("::"), *others] for name, *others in fields["leaves"]]  # as version 1 had them
+    file.write_bytes(with_checksum(("deepnvme replay", 1), fields) + places)
+    with pytest.raises(OSError, match=r"expected format and version \('deepnvme replay', 2\), got \('deepnvme replay', 1\)"):
+        opened()
 
 
 def test_records_that_were_cut_off_are_refused(opened: Open, drive: Path) -> None:
@@ -595,6 +610,20 @@ def test_slots_between_that_were_never_written_are_not_read(opened: Open) -> Non
     storage.set(range(5, 10), transitions(5, 5))
     with pytest.raises(IndexError, match="never written"):
         storage.get(3)
+
+
+def test_a_key_that_looks_like_a_nested_one_is_refused(opened: Open) -> None:
+    storage = opened()
+    with pytest.raises(ValueError, match="keys of transitions must not have '::'"):
+        storage.set(range(2), TensorDict({"next": {"a::b": torch.zeros(2)}}, [2]))
+    assert not storage.initialized
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 31])
+def test_a_size_that_the_map_cannot_have_is_refused(opened: Open, drive: Path, size: int) -> None:
+    with pytest.raises(ValueError, match="max_size must be in"):
+        opened(size)
+    assert not (drive / "replay").exists()
 
 
 def test_rows_of_too_few_dimensions_are_refused(opened: Open) -> None:
