@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, default_collate
 from torch.utils.data import DataLoader as TorchLoader
 
 from deepnvme.data import DataLoader, EpochSampler, SampleDataset, SampleUnreadable, SampleWriter
@@ -504,3 +505,58 @@ def test_arguments_that_cannot_be_are_refused(dataset: SampleDataset, options: d
 def test_a_dataset_in_memory_is_for_torchs_loader() -> None:
     with pytest.raises(TypeError, match="torch's DataLoader takes others"):
         DataLoader([1, 2, 3])  # type: ignore[arg-type]
+
+
+def _large(number: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((5000,), number, dtype=kind)
+
+
+TRANSFORMS: dict[str, Callable[[int], Any]] = {
+    "a tensor": _large,
+    "a dict in two orders": lambda number: dict(
+        sorted({"a": _large(number), "b": _large(-number)}.items(), reverse=bool(number % 2))
+    ),
+    "nested": lambda number: [{"x": (_large(number), number)}, "text", torch.tensor(number)],
+    "two dtypes, one beside the other": lambda number: (_large(number), _large(number, torch.int16)),
+    "the same tensor twice": lambda number: (each := _large(number), each),
+    "rows of one tensor": lambda number: torch.arange(505_000).view(101, 5000)[number],
+    "columns of one tensor": lambda number: torch.arange(505_000).view(5000, 101)[:, number],
+    "imaginary": lambda number: _large(number, torch.complex64).conj(),
+    "with gradients": lambda number: _large(number).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("form", TRANSFORMS)
+def test_what_a_transform_returns_is_collated_as_by_torch(form: str, dataset: SampleDataset) -> None:
+    transform = TRANSFORMS[form]
+    with DataLoader(dataset, 7, transform=lambda sample: transform(int(sample["number"]))) as loader:
+        found = list(loader)
+    assert len(found) == 15
+    for batch, begin in zip(found, range(0, COUNT, 7), strict=True):
+        known = default_collate([transform(number) for number in range(begin, min(begin + 7, COUNT))])
+        for one, other in zip(tree_leaves(batch), tree_leaves(known), strict=True):
+            assert one.equal(other) if isinstance(one, torch.Tensor) else one == other
+        assert tree_structure(batch) == tree_structure(known)
+
+
+def test_samples_of_different_shapes_are_told_as_by_torch(dataset: SampleDataset) -> None:
+    with (
+        DataLoader(dataset, 7, transform=lambda sample: torch.zeros(5000 + int(sample["number"]))) as loader,
+        pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"),
+    ):
+        next(iter(loader))
+
+
+def test_large_samples_that_are_left_out_leave_no_row(drive: Path) -> None:
+    with SampleWriter(drive / "large", {"number": torch.int64, "image": "bytes"}) as writer:
+        for number in range(20):
+            writer.append(number=number, image=bytes([number]) * 20_000)
+    (data,) = (drive / "large").glob("*.samples")
+    flip(data, data.read_bytes().index(bytes([3]) * 1000))
+    dataset = SampleDataset(drive / "large", errors="skip")
+    with DataLoader(
+        dataset, 10, transform=lambda sample: torch.frombuffer(bytearray(sample["image"]), dtype=torch.uint8)
+    ) as loader:
+        found = [batch[:, -1].tolist() for batch in loader]
+    assert found == [[0, 1, 2, 4, 5, 6, 7, 8, 9], list(range(10, 20))]
+    assert loader.stats().skipped == 1
