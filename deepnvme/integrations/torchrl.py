@@ -119,7 +119,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
         aio_config: Settings of the engine; None for the profile of the drive, see :func:`deepnvme.engine_for`.
 
     Raises:
-        ValueError: If ``max_size`` is out of range, or the directory has a storage of another size.
+        ValueError: If a number is out of range, or the directory has a storage of another size.
         StoreLocked: If another storage has the directory.
         OSError: If a file cannot be read, or is damaged (EBADMSG).
     """
@@ -127,18 +127,13 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
     supports_conditional_update = False
 
     def __init__(
-        self,
-        max_size: int,
-        path: str | os.PathLike[str],
-        *,
-        memory_budget: MemoryBudget = "64MiB",
-        ndim: int = 1,
-        commit_every: int = 0,
-        aio_config: AioConfig | None = None,
-    ) -> None:
+        self, max_size: int, path: str | os.PathLike[str], *, memory_budget: MemoryBudget = "64MiB", ndim: int = 1,
+        commit_every: int = 0, aio_config: AioConfig | None = None,
+    ) -> None:  # fmt: skip
         self._budget = budget_bytes(memory_budget, "memory_budget")
-        if not 1 <= max_size <= _MOST_SLOTS:
-            raise ValueError(f"max_size must be in [1, {_MOST_SLOTS}], got {max_size}")
+        if not (1 <= max_size <= _MOST_SLOTS and ndim >= 1 and commit_every >= 0):
+            least = f"max_size must be in [1, {_MOST_SLOTS}], ndim at least 1, and commit_every not negative"
+            raise ValueError(f"{least}, got {max_size}, {ndim} and {commit_every}")
         super().__init__(None, max_size, ndim=ndim)
         self.path = Path(path).absolute()
         """The storage's directory."""

@@ -626,6 +626,12 @@ def test_a_size_that_the_map_cannot_have_is_refused(opened: Open, drive: Path, s
     assert not (drive / "replay").exists()
 
 
+@pytest.mark.parametrize("wrong", [{"ndim": 0}, {"commit_every": -1}])
+def test_other_numbers_that_are_too_small_are_refused(opened: Open, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="ndim at least 1, and commit_every not negative, got"):
+        opened(**wrong)
+
+
 def test_rows_of_too_few_dimensions_are_refused(opened: Open) -> None:
     with pytest.raises(ValueError, match="rows of 1"):
         opened(ndim=2).set(0, TensorDict({"number": torch.tensor(1)}, []))
