@@ -122,6 +122,7 @@ def _files(path: Path) -> list[Path]:
     """Return the files of a directory, as its state lists them; or the path, if it is a file."""
 
     def listed(state: bytes) -> list[Path]:
+        """Return the paths that the bytes of ``state.json`` name."""
         return [path / file["filename"] for file in json.loads(state)["_data_files"]]
 
     return [path] if path.suffix == ".arrow" else read_manifest(path / "state.json", 1 << 30, listed, CorruptSamples)

@@ -197,7 +197,7 @@ class ScannedLayout(Layout):
         return Places(containing(numbers, self._ends), *self._index[numbers].unbind(1))
 
     def sample(self, number: int, *data: memoryview) -> Any:
-        """Return a sample."""
+        """Return a sample, as ``decode`` makes it of its bytes."""
         return self._decode(*data)
 
 

@@ -153,6 +153,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
         """Return what was committed last in a directory: the fields of the state, and the map."""
 
         def parse(data: bytes) -> tuple[dict[str, Any], torch.Tensor]:
+            """Return the state in the bytes of its file."""
             head, body, places = data.split(b"\n", 2)
             layout = checked_fields(_KIND, head + b"\n" + body)
             if crc32(places) != layout["crc32"]:
@@ -162,6 +163,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
             return layout, torch.frombuffer(bytearray(places), dtype=torch.int32)
 
         def corrupt(path: Path, reason: str) -> OSError:
+            """Return the error for a damaged state."""
             return OSError(errno.EBADMSG, f"it is damaged, or no state of a replay buffer: {reason}", os.fspath(path))
 
         layout, places = read_manifest(directory / STATE, 1 << 40, parse, corrupt)
@@ -303,6 +305,7 @@ class NVMeStorage(TensorStorage, contextlib.AbstractContextManager["NVMeStorage"
         """
 
         def records(part: slice, chunk: torch.Tensor) -> torch.Tensor:
+            """Return the memory of these records in a chunk."""
             return chunk[: (part.stop - part.start) * self._record_bytes].view(-1, self._record_bytes)
 
         step = self._chunk // self._record_bytes

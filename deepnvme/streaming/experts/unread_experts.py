@@ -101,6 +101,7 @@ class UnreadWeight(Placeholder):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
         def present(each: Any) -> Any:
+            """Return what a weight has on the drive, read; anything else as it is."""
             return each.read().to(device=each.device, dtype=each.dtype) if isinstance(each, UnreadWeight) else each
 
         args, kwargs = tree_map(present, (args, kwargs or {}))
