@@ -189,7 +189,7 @@ def cpu_seconds() -> float:
 
 
 def jpegs(count: int) -> list[bytes]:
-    """Pictures with large and small structures, of about 110 KB."""
+    """Pictures with large and small structures, of about 156 KB."""
     random, found = numpy.random.default_rng(0), []
     for _ in range(count):
         picture = sum(
@@ -231,7 +231,7 @@ class Worker:
                 writer.append(image=pictures[number % len(pictures)])
                 written += len(pictures[number % len(pictures)])
                 number += 1
-        return {"bytes_each": written / number}
+        return {}
 
     def read(self, *, kind: str, contender: str, path: str, batch: int, seconds: float) -> dict[str, Any]:
         """Read batches for some time, or one epoch. No number comes twice."""

@@ -19,7 +19,7 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 
 from .layouts import CorruptSamples, OffsetsLayout
-from .sample_files import Column
+from .sample_files import SampleColumn
 
 try:
     import pyarrow.ipc
@@ -38,7 +38,7 @@ class ArrowLayout(OffsetsLayout):
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._columns: list[Column] = []
+        self._columns: list[SampleColumn] = []
         numbers: dict[str, list[torch.Tensor]] = {}
         super().__init__([file for path in paths for file in _files(path)], lambda _, path: self._blocks(path, numbers))
         self._numbers = {name: torch.cat(parts) for name, parts in numbers.items()}
@@ -100,11 +100,11 @@ def _tensor(buffer: Any, dtype: torch.dtype, count: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer), dtype=dtype, count=count)
 
 
-def _is_number(column: Column) -> bool:
+def _is_number(column: SampleColumn) -> bool:
     return column.fixed and not column.shape
 
 
-def _column(field: Any) -> Column:
+def _column(field: Any) -> SampleColumn:
     """Return what a field holds: one value, an array of numbers, or the bytes of an image or a sound beside its path."""
     types, kind = pyarrow.types, field.type
     shape: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ def _column(field: Any) -> Column:
     found = _KINDS.get(str(kind))
     if found is None or (shape and found in ("str", "bytes")):
         raise ValueError(f"column '{field.name}' is {field.type}, which is not read in place")
-    return Column(field.name, found, shape)
+    return SampleColumn(field.name, found, shape)
 
 
 def _files(path: Path) -> list[Path]:

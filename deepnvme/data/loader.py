@@ -85,7 +85,8 @@ Position = tuple[int, int]
 
 class _Collating:
     """A batch in the making. Tensors are copied to their place as soon as each sample is decoded: the processor has them in its
-    cache then, and their memory is used for the next sample. That takes half of the time of copying all in the end.
+    cache then, and their memory is used for the next sample. For images of 768 KiB, an image took 2.0 ms of one thread with
+    decoding, and 2.25 ms where all were copied in the end.
 
     Args:
         count: Most samples.

@@ -20,7 +20,7 @@ from deepnvme.files.regular_files import open_regular
 from deepnvme.files.replacing import with_filename
 
 from .layouts import CorruptSamples, OffsetsLayout
-from .sample_files import Column
+from .sample_files import SampleColumn
 
 INDEX_NAME = "index.json"
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
@@ -85,7 +85,7 @@ def _offsets(path: Path, samples: int, least: int) -> torch.Tensor:
     raise CorruptSamples(path, f"it does not have offsets of {samples} samples in {size} bytes")
 
 
-class _Array(Column):
+class _Array(SampleColumn):
     """An array whose shape, and dtype if the column has none, precede the elements."""
 
     def decode(self, data: memoryview) -> Any:
@@ -94,14 +94,14 @@ class _Array(Column):
         size = 1 << (data[at] & 3)
         begin, end = at + 1, at + 1 + (data[at] >> 2) * size
         shape = (int.from_bytes(data[place : place + size], "little") for place in range(begin, end, size))
-        return Column(self.name, dtype, tuple(shape)).decode(data[end:])
+        return SampleColumn(self.name, dtype, tuple(shape)).decode(data[end:])
 
 
-def _column(name: str, encoding: str) -> Column:
+def _column(name: str, encoding: str) -> SampleColumn:
     if encoding in _KINDS:
-        return Column(name, _KINDS[encoding])
+        return SampleColumn(name, _KINDS[encoding])
     found = re.fullmatch(r"ndarray(?::(\w+)(?::(\d+(?:,\d+)*))?)?", encoding)
     if found is None or found[1] not in (None, *_DTYPES.values()):
         raise ValueError(f"column '{name}' has the encoding '{encoding}', which is not read in place")
     dtype, shape = found.groups("")
-    return Column(name, dtype, tuple(map(int, shape.split(",")))) if shape else _Array(name, dtype or "bytes", (-1,))
+    return SampleColumn(name, dtype, tuple(map(int, shape.split(",")))) if shape else _Array(name, dtype or "bytes", (-1,))

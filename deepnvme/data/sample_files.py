@@ -43,7 +43,7 @@ _PLAIN: dict[str, Any] = {"bytes": (bytes, bytearray, memoryview), "str": str}
 
 
 @dataclass(frozen=True)
-class Column:
+class SampleColumn:
     """One column of a sample."""
 
     name: str
@@ -106,7 +106,7 @@ class Column:
 class RecordFormat:
     """Packs samples with these columns into records, and unpacks them. Raises ValueError if there is no column."""
 
-    def __init__(self, columns: tuple[Column, ...]) -> None:
+    def __init__(self, columns: tuple[SampleColumn, ...]) -> None:
         if not columns:
             raise ValueError("a sample needs at least one column")
         self._names = [column.name for column in columns]
@@ -157,7 +157,7 @@ class RecordFormat:
         return columns
 
 
-def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[Column, ...]:
+def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[SampleColumn, ...]:
     """Return the columns that a user has described.
 
     Raises:
@@ -169,7 +169,7 @@ def columns_from(kinds: Mapping[str, ColumnKind]) -> tuple[Column, ...]:
         dtype, shape = kind if isinstance(kind, tuple) and len(kind) == 2 else (kind, ())
         if not isinstance(name, str) or not (kind in _PLAIN or isinstance(dtype, torch.dtype)):
             raise TypeError(f'a column is "bytes", "str", a dtype, or (dtype, shape), by name: got {kind!r} for {name!r}')
-        columns.append(Column(name, str(dtype).removeprefix("torch."), tuple(shape)))
+        columns.append(SampleColumn(name, str(dtype).removeprefix("torch."), tuple(shape)))
     return tuple(columns)
 
 
@@ -198,7 +198,7 @@ class Part:
 class Manifest:
     """Columns and committed parts of a dataset."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[SampleColumn, ...]
     parts: tuple[Part, ...]
 
     @property

@@ -71,7 +71,7 @@ class SampleWriter:
         """Samples appended by this writer, and bytes of padding between them."""
         self._directories = [Path(each).absolute() for each in directories or [self._path]]
         with contextlib.ExitStack() as stack:
-            stack.callback(DirectoryLock(self._path, DirectoryOwner("SampleWriter")).release)
+            stack.enter_context(DirectoryLock(self._path, DirectoryOwner("SampleWriter")))
             self._manifest = self._load(columns)
             self._records = RecordFormat(self._manifest.columns)
             for directory in self._directories:
@@ -199,8 +199,7 @@ def merge_samples(path: str | os.PathLike[str], sources: Sequence[str | os.PathL
         StoreLocked: If ``path`` has a writer.
     """
     directory = Path(path).absolute()
-    with contextlib.ExitStack() as stack:
-        stack.callback(DirectoryLock(directory, DirectoryOwner("SampleWriter")).release)
+    with DirectoryLock(directory, DirectoryOwner("SampleWriter")):
         manifests = [(Path(each).absolute(), load_manifest(Path(each).absolute())) for each in sources]
         if (directory / MANIFEST_NAME).exists():
             manifests.insert(0, (directory, load_manifest(directory)))

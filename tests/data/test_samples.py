@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
 
 from deepnvme.data import CorruptSamples, SampleDataset, SampleUnreadable, SampleWriter, TokenDataset, merge_samples
-from deepnvme.data.sample_files import ENTRY, Column
+from deepnvme.data.sample_files import ENTRY, SampleColumn
 from deepnvme.files.directory_lock import StoreLocked
 
 from ..support.files import flip, open_files
@@ -140,7 +140,7 @@ def test_tensors_at_any_address_are_aligned() -> None:
     values = torch.arange(3)
     for start in range(8):
         data = bytearray(start) + values.numpy().tobytes()
-        found = Column("numbers", "int64", (3,)).decode(memoryview(data)[start:])
+        found = SampleColumn("numbers", "int64", (3,)).decode(memoryview(data)[start:])
         assert torch.equal(found, values)
         assert found.data_ptr() % 8 == 0
 
